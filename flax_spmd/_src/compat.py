@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import inspect
 import io
 import itertools
@@ -39,7 +38,6 @@ from jax._src import (
   distributed,
   pjit,
   sharding_impls,
-  source_info_util,
   xla_bridge,
 )
 from jax._src import config as jax_config
@@ -47,16 +45,22 @@ from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import lib as jax_lib
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
-from jax._src.interpreters import batching, mlir
+from jax._src.interpreters.batching import BatchTrace, BatchTracer
+from jax._src.interpreters.mlir import build_mlir_module_helper
 from jax._src.lib import _jax, xla_client
 from jax._src.sharding_impls import GSPMDSharding
+from jax.core import ShapedArray
 from jax.experimental import serialize_executable
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.interpreters import partial_eval
-from jax.lax import conv_general_dilated_p
+from jax.extend import source_info_util
+from jax.extend.backend import get_compile_options
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.interpreters import batching, mlir, partial_eval
+from jax.lax import conv_general_dilated_p, sharding_constraint_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
+
+# -- meshes; before jax 0.11 their contexts are in another module
 
 
 def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
@@ -156,7 +160,7 @@ _no_devices = AbstractMesh.__dict__['devices']
 def target_devices(platform: str) -> Iterator[None]:
   """A block in which abstract meshes have `TargetDevice`s, since models ask for `mesh.devices.flat[0].platform`.
 
-  JAX's own abstract meshes raise a ValueError. True of jax 0.10.2 to 0.12.
+  JAX's own abstract meshes raise a ValueError.
   """
   cast(Any, AbstractMesh).devices = property(_abstract_devices)
   token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
@@ -175,65 +179,7 @@ def _abstract_devices(mesh: AbstractMesh) -> Any:
   return devices.reshape(mesh.axis_sizes)
 
 
-class FlaxRules:
-  """Flax's rules of each thread, as Flax reads and writes them; every change by Flax's functions is reported.
-
-  Flax keeps them where JAX's caches do not see them. It has one object for them, which this one replaces, so
-  it does not matter by which name a program has imported Flax's functions. True of flax 0.12.8 to 0.12.12.
-
-  Attributes:
-    report: called with the new rules, and with a number that identifies the block of Flax's `logical_axis_rules`
-      that begins or ends; None for `set_logical_axis_rules`.
-  """
-
-  report: Callable[[Any, int | None], None]
-
-  def __init__(self, stored: Any):
-    self._stored = stored
-
-  @property
-  def rules(self) -> Any:
-    """The rules of this thread."""
-    return self._stored.rules
-
-  @rules.setter
-  def rules(self, rules: Any) -> None:
-    caller = sys._getframe(1)
-    is_block = caller.f_code is _flax_block
-    self.report(rules, id(caller) if is_block else None)
-
-  def put(self, rules: Any) -> None:
-    """Changes the rules of this thread without a report."""
-    self._stored.rules = rules
-
-
-_flax_block = inspect.unwrap(nn.logical_axis_rules).__code__
-flax_rules = FlaxRules(core_spmd._axis_rules)
-
-
-def watch_flax_rules(report: Callable[[Any, int | None], None]) -> None:
-  """Reports every change of Flax's rules from now on; see `FlaxRules`."""
-  flax_rules.report = report
-  core_spmd._axis_rules = flax_rules
-
-
-@contextlib.contextmanager
-def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
-  """Applies `change` to the results of lifted modules and methods (`nn.remat`, `nn.jit`, `nn.scan`) in a block.
-
-  `nn.intercept_methods` intercepts calls inside lifted functions, but not the lifted functions themselves.
-  """
-  original = lift.pack
-
-  def pack(*args: Any, **kwargs: Any) -> Any:
-    lifted = original(*args, **kwargs)
-    return lambda *inner, **named: change(lifted(*inner, **named))
-
-  lift.pack = pack
-  try:
-    yield
-  finally:
-    lift.pack = original
+# -- functions of JAX and Flax that this package handles the calls of
 
 
 class _Detour:
@@ -309,8 +255,72 @@ def detours(methods: Iterable[tuple[Any, str]], handler: Callable[..., Any]) -> 
   return _Detours(*each)
 
 
+# -- Flax Linen; true of flax 0.12.8 to 0.12.12
+
+
+class FlaxRules:
+  """Flax's rules of each thread, as Flax reads and writes them; every change by Flax's functions is reported.
+
+  Flax keeps them where JAX's caches do not see them. It has one object for them, which this one replaces, so
+  it does not matter by which name a program has imported Flax's functions.
+
+  Attributes:
+    report: called with the new rules, and with a number that identifies the block of Flax's `logical_axis_rules`
+      that begins or ends; None for `set_logical_axis_rules`.
+  """
+
+  report: Callable[[Any, int | None], None]
+
+  def __init__(self, stored: Any):
+    self._stored = stored
+
+  @property
+  def rules(self) -> Any:
+    """The rules of this thread."""
+    return self._stored.rules
+
+  @rules.setter
+  def rules(self, rules: Any) -> None:
+    caller = sys._getframe(1)
+    is_block = caller.f_code is _flax_block
+    self.report(rules, id(caller) if is_block else None)
+
+  def put(self, rules: Any) -> None:
+    """Changes the rules of this thread without a report."""
+    self._stored.rules = rules
+
+
+_flax_block = inspect.unwrap(nn.logical_axis_rules).__code__
+flax_rules = FlaxRules(core_spmd._axis_rules)
+
+
+def watch_flax_rules(report: Callable[[Any, int | None], None]) -> None:
+  """Reports every change of Flax's rules from now on; see `FlaxRules`."""
+  flax_rules.report = report
+  core_spmd._axis_rules = flax_rules
+
+
+@contextlib.contextmanager
+def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
+  """Applies `change` to the results of lifted modules and methods (`nn.remat`, `nn.jit`, `nn.scan`) in a block.
+
+  `nn.intercept_methods` intercepts calls inside lifted functions, but not the lifted functions themselves.
+  """
+  original = lift.pack
+
+  def pack(*args: Any, **kwargs: Any) -> Any:
+    lifted = original(*args, **kwargs)
+    return lambda *inner, **named: change(lifted(*inner, **named))
+
+  lift.pack = pack
+  try:
+    yield
+  finally:
+    lift.pack = original
+
+
 def module_fingerprint_detour(handler: Callable[..., Any]) -> _Detours:
-  """The detour of the function by whose result `nn.jit` recognizes equal modules. True of flax 0.12.8 to 0.12.12."""
+  """The detour of the function by whose result `nn.jit` recognizes equal modules."""
   return detours([(nn.transforms, '_module_fingerprint')], lambda name, *args: handler(*args))
 
 
@@ -326,7 +336,7 @@ def handle_flax_boxes(unbox: Callable[..., Any], remove_axis: Callable[..., Any]
   """Handles the calls of two methods of Flax's boxes, while any thread has a layout in force.
 
   Flax opens boxes inside its modules, and boxes do not survive a transformation as objects. So it is the class that
-  the methods are replaced in. True of flax 0.12.8 to 0.12.12.
+  the methods are replaced in.
 
   Args:
     unbox, remove_axis: called with the method itself, the box and the arguments.
@@ -341,7 +351,7 @@ def handle_constraints(
   """Changes the shardings of every constraint of JAX's, while any thread has a layout in force.
 
   Programs import `jax.lax.with_sharding_constraint` by many names, so it is the first function that it calls which is
-  replaced. True of jax 0.10.2 to 0.12.
+  replaced.
 
   Args:
     fitted: function from the arrays, the tree of their shardings and, in a constraint of Flax's, the logical names to
@@ -418,8 +428,7 @@ class _ReportedCalls:
 def flax_resolutions(report: Callable[[Sequence[Any] | None], None]) -> AbstractContextManager[None]:
   """Reports the logical names of every array that Flax Linen resolves in a block.
 
-  Its constraints, its boxes and its public `logical_to_mesh_axes` all call one private function. True of flax
-  0.12.8 to 0.12.12.
+  Its constraints, its boxes and its public `logical_to_mesh_axes` all call one private function.
   """
   return _resolutions.to(report)
 
@@ -430,7 +439,7 @@ def flax_constraints(
   """Reports the constraints of Flax Linen in a block: names, spec, shape, whether it emitted them, unmatched names.
 
   The spec is None if Flax skips the constraint since a name has no rule. Every logical constraint under rules
-  calls one private function, boxes included. True of flax 0.12.8 to 0.12.12.
+  calls one private function, boxes included.
   """
   return _constraints.to(report)
 
@@ -453,6 +462,82 @@ def _constraint(
 
 _resolutions = _ReportedCalls('_logical_to_mesh_axes', _resolved_names)
 _constraints = _ReportedCalls('_with_sharding_constraint_one_fallback', _constraint)
+
+
+def current_module() -> str | None:
+  """The Linen module that is running, such as `'module decoder/layers'`, or None; for error messages.
+
+  Flax has no public access to its module stack.
+  """
+  stack = nn.module._context.module_stack
+  modules = [module for module in stack if module is not None]
+  if not modules:
+    return None
+  return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
+
+
+def is_lifted_type(cls: type) -> bool:
+  """Whether a class is that of a transformed module (`nn.scan(Block)`); the modules inside have the class `Block`."""
+  return cls.__module__ == nn.transforms.__name__
+
+
+def rewind_point(scope: Any, module: Any = None) -> Callable[[], None]:
+  """A function that takes a scope back to here, after an error in it.
+
+  The variables and random numbers are those of all modules, as a module may call others that are beside it. Flax does the
+  same at the end of a method.
+
+  Args:
+    scope: the scope.
+    module: the module whose method runs in it, if one does: it takes its names anew.
+  """
+  root = scope.root
+  variables, counters = _copy(_mutable(root)), _copy(root.rng_counters)
+  in_method = isinstance(module, nn.Module) and module._state.in_compact_method
+
+  def rewind() -> None:
+    _restore(_mutable(root), variables)
+    _restore(root.rng_counters, counters, first=0)
+    if in_method:
+      object.__setattr__(module, 'scope', cast(Any, module.scope).rewound())
+      module._state.reset()
+      module._state.in_compact_method = True
+
+  return rewind
+
+
+def _mutable(scope: Any) -> dict[str, Any]:
+  """The variables of the collections of a scope that its modules may change."""
+  return {name: tree for name, tree in scope._variables.items() if scope.is_mutable_collection(name)}
+
+
+def _copy(tree: Any) -> Any:
+  return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _restore(tree: dict[Any, Any], copy: dict[Any, Any], first: Any = None) -> None:
+  """Makes nested dictionaries equal to a copy, but for new ones, which others may hold: they are empty, or count from `first`."""
+  for key, value in list(tree.items()):
+    if isinstance(value, dict):
+      _restore(value, copy.get(key, {}), first)
+    elif key in copy:
+      tree[key] = copy[key]
+    elif first is None:
+      del tree[key]
+    else:
+      tree[key] = first
+
+
+def scope_detours(handler: Callable[..., Any]) -> _Detours:
+  """Detours of the functions by which modules of Linen read and write variables, and get keys, and of `lift.pack`.
+
+  The last begins every transformation of Linen.
+  """
+  of_scopes = [(flax_scope.Scope, name) for name in ('get_variable', 'put_variable')]
+  return detours([*of_scopes, (flax_scope.LazyRng, 'as_jax_rng'), (lift, 'pack')], handler)
+
+
+# -- Flax NNX, which takes a second to import and is not imported here; true of flax 0.12.8 to 0.12.12
 
 
 @functools.cache
@@ -497,11 +582,6 @@ def _has_base(cls: type, module: str, name: str) -> bool:
 def variable_metadata(variable: Any) -> Mapping[str, Any]:
   """The metadata of an `nnx.Variable`; not a copy, so that it costs nothing."""
   return variable._var_metadata
-
-
-def variable_value(variable: Any) -> Any:
-  """The value of an `nnx.Variable` as it is stored, without the hooks of its class."""
-  return variable.get_raw_value()
 
 
 def variable_names(metadata: Mapping[str, Any]) -> Any:
@@ -594,78 +674,7 @@ def _nnx_attributes(structure: Any) -> list[tuple[str, Any]]:
   return found
 
 
-def without_eager_sharding() -> AbstractContextManager[Any]:
-  """A block in which NNX does not shard variables where they are created; without NNX, nothing."""
-  nnx = sys.modules.get('flax.nnx')
-  return nullcontext() if nnx is None else nnx.use_eager_sharding(False)
-
-
-def current_module() -> str | None:
-  """The Linen module that is running, such as `'module decoder/layers'`, or None; for error messages.
-
-  Flax has no public access to its module stack.
-  """
-  stack = nn.module._context.module_stack
-  modules = [module for module in stack if module is not None]
-  if not modules:
-    return None
-  return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
-
-
-def rewind_point(scope: Any, module: Any = None) -> Callable[[], None]:
-  """A function that takes a scope back to here, after an error in it.
-
-  The variables and random numbers are those of all modules, as a module may call others that are beside it. Flax does the
-  same at the end of a method. True of flax 0.12.8 to 0.12.12.
-
-  Args:
-    scope: the scope.
-    module: the module whose method runs in it, if one does: it takes its names anew.
-  """
-  root = scope.root
-  variables, counters = _copy(_mutable(root)), _copy(root.rng_counters)
-  in_method = isinstance(module, nn.Module) and module._state.in_compact_method
-
-  def rewind() -> None:
-    _restore(_mutable(root), variables)
-    _restore(root.rng_counters, counters, first=0)
-    if in_method:
-      object.__setattr__(module, 'scope', cast(Any, module.scope).rewound())
-      module._state.reset()
-      module._state.in_compact_method = True
-
-  return rewind
-
-
-def _mutable(scope: Any) -> dict[str, Any]:
-  """The variables of the collections of a scope that its modules may change."""
-  return {name: tree for name, tree in scope._variables.items() if scope.is_mutable_collection(name)}
-
-
-def _copy(tree: Any) -> Any:
-  return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _restore(tree: dict[Any, Any], copy: dict[Any, Any], first: Any = None) -> None:
-  """Makes nested dictionaries equal to a copy, but for new ones, which others may hold: they are empty, or count from `first`."""
-  for key, value in list(tree.items()):
-    if isinstance(value, dict):
-      _restore(value, copy.get(key, {}), first)
-    elif key in copy:
-      tree[key] = copy[key]
-    elif first is None:
-      del tree[key]
-    else:
-      tree[key] = first
-
-
-def scope_detours(handler: Callable[..., Any]) -> _Detours:
-  """Detours of the functions by which modules of Linen read and write variables, and get keys, and of `lift.pack`.
-
-  The last begins every transformation of Linen. True of flax 0.12.8 to 0.12.12.
-  """
-  of_scopes = [(flax_scope.Scope, name) for name in ('get_variable', 'put_variable')]
-  return detours([*of_scopes, (flax_scope.LazyRng, 'as_jax_rng'), (lift, 'pack')], handler)
+# -- errors of types over Explicit axes; their texts are those of jax 0.10.2 to 0.12
 
 
 UNTYPED = (
@@ -715,43 +724,7 @@ def needs_explicit(error: Exception) -> bool:
   return isinstance(error, ValueError) and _EXPLICIT_TEXT.search(str(error)) is not None
 
 
-def mesh_of_type(value: Any) -> AbstractMesh:
-  """The mesh that the type of an array is over; it may be empty."""
-  return jax.typeof(value).sharding.mesh
-
-
-def is_lifted_type(cls: type) -> bool:
-  """Whether a class is that of a transformed module (`nn.scan(Block)`); the modules inside have the class `Block`."""
-  return cls.__module__ == nn.transforms.__name__
-
-
-def coordination_service() -> Any:
-  """The client of JAX's coordination service, or None if it is not running. JAX has no public name for it."""
-  return distributed.global_state.client
-
-
-# JAX's trace in progress is `trace_context.trace`; outside of all traces it is `NO_TRACE`. JAX's own
-# `trace_state_clean` takes three times as long, in every call. True of jax 0.10.2 to 0.12.
-trace_context = core.trace_ctx
-NO_TRACE = core.eval_trace
-
-
-def interrupt_compilation(interrupt: Callable[[], None]) -> None:
-  """Calls `interrupt` from now on whenever JAX has lowered a program, before it is compiled.
-
-  An error that it raises ends the call for which JAX compiles; nothing has run or been donated then.
-  """
-
-  def listener(event: str, duration_secs: float, **details: Any) -> None:
-    if event == '/jax/core/compile/jaxpr_to_mlir_module_duration':
-      interrupt()
-
-  jax.monitoring.register_event_duration_secs_listener(listener)
-
-
-def x64_enabled() -> bool:
-  """Whether arrays have 64 bits by default in this thread. JAX's type stubs omit the option."""
-  return bool(getattr(jax.config, 'jax_enable_x64'))  # noqa: B009
+# -- JAX's settings and services; true of jax 0.10.2 to 0.12
 
 
 def with_settings(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -783,24 +756,42 @@ def threefry_partitionable() -> bool:
   return bool(getattr(jax.config, 'jax_threefry_partitionable'))  # noqa: B009
 
 
-def jaxlib_version() -> str:
-  """The version of jaxlib, which contains the MLIR bindings and the compilers' interface."""
-  return importlib.metadata.version('jaxlib')
+def interrupt_compilation(interrupt: Callable[[], None]) -> None:
+  """Calls `interrupt` from now on whenever JAX has lowered a program, before it is compiled.
+
+  An error that it raises ends the call for which JAX compiles; nothing has run or been donated then.
+  """
+
+  def listener(event: str, duration_secs: float, **details: Any) -> None:
+    if event == '/jax/core/compile/jaxpr_to_mlir_module_duration':
+      interrupt()
+
+  jax.monitoring.register_event_duration_secs_listener(listener)
 
 
-# -- groups of devices: `vmap` over a dimension that is sharded over mesh axes
+def coordination_service() -> Any:
+  """The client of JAX's coordination service, or None if it is not running. JAX has no public name for it."""
+  return distributed.global_state.client
 
 
-class GroupAxisName(str):
-  """An axis name that compares as the string itself, and marks a `vmap` over groups of devices for the rules below."""
+def copies_across_processes() -> bool:
+  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
+  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
 
-  __slots__ = ()
+
+# -- JAX's traces; true of jax 0.10.2 to 0.12
+
+
+# JAX's trace in progress is `trace_context.trace`; outside of all traces it is `NO_TRACE`. JAX's own
+# `trace_state_clean` takes three times as long, in every call.
+trace_context = core.trace_ctx
+NO_TRACE = core.eval_trace
 
 
 def is_mapped(value: Any) -> bool:
   """Whether a value inside a mapped function has one entry per index of the mapped axis, also where it is differentiated."""
   value = _undifferentiated(value)
-  return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
+  return isinstance(value, BatchTracer) and value.batch_dim is not None
 
 
 def staged(value: Any) -> Any:
@@ -816,7 +807,7 @@ def staged(value: Any) -> Any:
 def unmapped(value: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
   """A value without `vmap` around it: with its dimensions that those of the value are, and its mapped ones."""
   dims, mapped = tuple(range(np.ndim(value))), ()
-  while isinstance(value := _undifferentiated(value), batching.BatchTracer):
+  while isinstance(value := _undifferentiated(value), BatchTracer):
     if isinstance(value.batch_dim, int):
       place = value.batch_dim
       dims, mapped = (tuple(dim + (dim >= place) for dim in each) for each in (dims, mapped))
@@ -833,7 +824,7 @@ def trace_of(tracer: Any) -> Any:
 def is_in_vmap(tracer: Any) -> bool:
   """Whether the program that a traced value is of is a part of a mapped function."""
   trace = trace_of(tracer)
-  while trace is not None and not isinstance(trace, batching.BatchTrace):
+  while trace is not None and not isinstance(trace, BatchTrace):
     trace = getattr(trace, 'parent_trace', None)
   return trace is not None
 
@@ -842,6 +833,15 @@ def _undifferentiated(value: Any) -> Any:
   while hasattr(value, 'primal'):
     value = value.primal
   return value
+
+
+# -- groups of devices: `vmap` over a dimension that is sharded over mesh axes; true of jax 0.10.2 to 0.12
+
+
+class GroupAxisName(str):
+  """An axis name that compares as the string itself, and marks a `vmap` over groups of devices for the rules below."""
+
+  __slots__ = ()
 
 
 def _on_groups(primitive: Any) -> Callable[[Callable[..., Any]], None]:
@@ -868,12 +868,12 @@ def _convolution(original: Any, axis: Any, operands: Any, dims: Any, **params: A
   """A convolution with a kernel per group, on the devices of each group.
 
   JAX makes one with feature groups of it. XLA cannot shard these, and would gather all groups on every device. The
-  gradient of a kernel is such a convolution. True of jax 0.10.2 to 0.12.
+  gradient of a kernel is such a convolution.
   """
 
   def local(*operands: Any) -> Any:
     result, dim = original(axis, operands, dims, **params | {'out_sharding': None})
-    return batching.moveaxis(result, dim, 0)
+    return jnp.moveaxis(result, dim, 0)
 
   specs = tuple(PartitionSpec(*[None] * dim, axis.spmd_name) for dim in dims)
   of_groups = jax.shard_map(
@@ -886,11 +886,11 @@ def _convolution(original: Any, axis: Any, operands: Any, dims: Any, **params: A
   return of_groups(*operands), 0
 
 
-@_on_groups(pjit.sharding_constraint_p)
+@_on_groups(sharding_constraint_p)
 def _constraint_in_group(original: Any, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
   """A constraint on the part of a group, without the mesh axes that the groups are sharded over.
 
-  JAX raises a ValueError instead. True of jax 0.10.2 to 0.12.
+  JAX raises a ValueError instead.
   """
   sharding = params['sharding']
   if isinstance(sharding, NamedSharding):
@@ -907,301 +907,7 @@ def _without(entry: Any, axes: Sequence[str]) -> Any:
   return kept[0] if len(kept) == 1 else kept or None
 
 
-# -- compiling for devices you don't have: jax.experimental.topologies creates them, but compiles no modules
-
-
-def program_bytes(lowered: Any) -> bytes:
-  """A lowered program as MLIR bytecode, with source locations."""
-  return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
-
-
-def used_arguments(lowered: Any) -> list[int]:
-  """The indices of the arguments that a lowered program has; JAX drops unused ones."""
-  return sorted(lowered._lowering.compile_args['kept_var_idx'])
-
-
-def needs_host_objects(compiled: Any, text: str) -> bool:
-  """Whether a program depends on more than its text: host callbacks, or arrays that it closes over."""
-  return 'callback' in text or bool(compiled._params.const_args)
-
-
-def program_text(lowered: Any, locations: bool) -> str:
-  """A lowered program as text, with or without source locations."""
-  return lowered.compiler_ir('stablehlo').operation.get_asm(enable_debug_info=locations)
-
-
-def required_results(lowered: Any, mesh: Mesh | AbstractMesh) -> list[PartitionSpec]:
-  """Requires of the compiler the shardings of results that Shardy's propagation alone chooses.
-
-  The compiler simplifies a program before it propagates shardings, and could choose others.
-
-  Args:
-    lowered: the program.
-    mesh: its mesh.
-
-  Returns:
-    The spec of each result. No spec can name a part of an axis; such a part and all axes after it are omitted.
-  """
-  module = lowered.compiler_ir('stablehlo')
-  with module.context:
-    copy = module.operation.clone()
-    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
-    (types, chosen, _), (_, given, main) = map(_results_of_main, (copy, module.operation))
-    axes = []
-    for type_, one, other in zip(types, chosen, given, strict=True):
-      if isinstance(type_, ir.RankedTensorType):  # the others are the tokens of ordered effects
-        axes.append(_axes_of(one['sdy.sharding']) if 'sdy.sharding' in one else [()] * len(type_.shape))
-        if mesh.size > 1:
-          other['sdy.sharding'] = _closed_sharding(module, axes[-1])
-    main.attributes['res_attrs'] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in given])
-  arguments = lowered._lowering.compile_args
-  avals = arguments['global_out_avals']  # keys have fewer dimensions than their arrays
-  specs = [trimmed_spec(each[: len(aval.shape)]) for each, aval in zip(axes, avals, strict=True)]
-  if mesh.size > 1:
-    arguments['out_shardings'] = tuple(NamedSharding(mesh, spec) for spec in specs)
-  return specs
-
-
-def trimmed_spec(entries: Iterable[Any]) -> PartitionSpec:
-  """A spec without trailing None entries, empty tuples, and tuples of one axis, as compiled programs have it."""
-  spec = [each[0] if isinstance(each, tuple) and len(each) == 1 else each or None for each in entries]
-  while spec and spec[-1] is None:
-    spec.pop()
-  return PartitionSpec(*spec)
-
-
-def _results_of_main(module: Any) -> tuple[Any, list[dict[str, Any]], Any]:
-  """The types and attributes of the results of a module's main function, and the function."""
-  [main] = [
-    each
-    for each in module.regions[0].blocks[0]
-    if ir.StringAttr(each.attributes['sym_name']).value == 'main'
-  ]
-  types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
-  if 'res_attrs' not in main.attributes:
-    return types, [{} for _ in types], main
-  attributes = map(_dict, cast(Any, main.attributes['res_attrs']))
-  return types, [{one.name: one.attr for one in each} for each in attributes], main
-
-
-def _closed_sharding(module: Any, axes: Sequence[Sequence[str]]) -> Any:
-  """A sharding over axes of a module's mesh, per dimension, which the compiler cannot extend."""
-  mesh = next(each for each in module.body if isinstance(each, sdy.MeshOp))
-  dimensions = [
-    sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in each], is_closed=True)
-    for each in axes
-  ]
-  return sdy.TensorShardingAttr.get(ir.StringAttr(mesh.sym_name).value, dimensions)
-
-
-def _dict(attribute: Any) -> Any:
-  return ir.DictAttr(attribute) if isinstance(attribute, ir.Attribute) else attribute
-
-
-def _axes_of(attribute: Any) -> list[tuple[str, ...]]:
-  dimensions = []
-  for axes in _axis_references(attribute):
-    full = itertools.takewhile(lambda axis: axis.sub_axis_info is None, axes)
-    dimensions.append(tuple(axis.name for axis in full))
-  return dimensions
-
-
-class ConvolutionArray(NamedTuple):
-  """The input, the kernel or the result of a convolution.
-
-  Attributes:
-    shape: its shape.
-    spatial: its spatial dimensions.
-    feature: the dimension that is summed over, of an input and a kernel.
-    axes: mesh axes per dimension, parts of an axis by its name.
-    shards: number of shards per dimension.
-  """
-
-  shape: tuple[int, ...]
-  spatial: tuple[int, ...]
-  feature: int
-  axes: tuple[tuple[str, ...], ...]
-  shards: tuple[int, ...]
-
-
-class Convolution(NamedTuple):
-  """A convolution in a lowered program.
-
-  Attributes:
-    location: the text of its MLIR location.
-    input: its input, sharded as Shardy's propagation chooses.
-    kernel: its kernel.
-    result: its result.
-  """
-
-  location: str
-  input: ConvolutionArray
-  kernel: ConvolutionArray
-  result: ConvolutionArray
-
-
-def propagated_convolutions(lowered: Any, sizes: Mapping[str, int]) -> list[Convolution]:
-  """The convolutions of a lowered program, without those of `shard_map`.
-
-  Args:
-    lowered: the program.
-    sizes: size per mesh axis.
-  """
-  module = lowered.compiler_ir('stablehlo')
-  with module.context:
-    copy = module.operation.clone()
-    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
-    return [
-      _propagated_convolution(op, sizes)
-      for op in _operations(copy)
-      if op.name == 'stablehlo.convolution'
-    ]
-
-
-def _operations(op: Any) -> Iterator[Any]:
-  for region in op.regions:
-    for block in region:
-      for view in block:
-        yield view.operation
-        if view.operation.name != 'sdy.manual_computation':
-          yield from _operations(view.operation)
-
-
-def _propagated_convolution(op: Any, sizes: Mapping[str, int]) -> Convolution:
-  numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
-  roles = (
-    (numbers.input_spatial_dimensions, numbers.input_feature_dimension),
-    (numbers.kernel_spatial_dimensions, numbers.kernel_input_feature_dimension),
-    (numbers.output_spatial_dimensions, numbers.output_feature_dimension),
-  )
-  arrays = zip((*op.operands, op.results[0]), roles, strict=True)
-  return Convolution(
-    str(op.location),
-    *(_convolution_array(value, tuple(dims), feature, sizes) for value, (dims, feature) in arrays),
-  )
-
-
-def _convolution_array(
-  value: Any, spatial: tuple[int, ...], feature: int, sizes: Mapping[str, int]
-) -> ConvolutionArray:
-  shape = tuple(ir.RankedTensorType(value.type).shape)
-  attribute = _sharding_of(value)
-  listed = [[] for _ in shape] if attribute is None else _axis_references(attribute)
-  axes = tuple(tuple(axis.name for axis in each) for each in listed)
-  shards = tuple(math.prod(_shards(axis, sizes) for axis in each) for each in listed)
-  return ConvolutionArray(shape, spatial, feature, axes, shards)
-
-
-def _shards(axis: Any, sizes: Mapping[str, int]) -> int:
-  return sizes[axis.name] if axis.sub_axis_info is None else sdy.SubAxisInfoAttr(axis.sub_axis_info).size
-
-
-def _sharding_of(value: Any) -> Any:
-  """The sharding attribute of a value in a propagated module; None if it has none."""
-  owner = value.owner
-  if not isinstance(owner, ir.Block):
-    attributes, index = owner.attributes, ir.OpResult(value).result_number
-  elif 'arg_attrs' in owner.owner.attributes:  # of a function
-    attributes, index = (
-      _dict(cast(Any, owner.owner.attributes['arg_attrs'])[ir.BlockArgument(value).arg_number]),
-      0,
-    )
-  else:
-    attributes, index = owner.owner.attributes, ir.BlockArgument(value).arg_number
-  names = ('sdy.sharding', 'sharding', 'in_shardings')
-  found = next((attributes[name] for name in names if name in attributes), None)
-  try:
-    return None if found is None else sdy.TensorShardingPerValueAttr(found).shardings[index]
-  except ValueError:
-    return found
-
-
-def _axis_references(attribute: Any) -> list[list[Any]]:
-  dimensions = sdy.TensorShardingAttr(attribute).dimension_shardings
-  return [
-    [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(each).axes] for each in dimensions
-  ]
-
-
-def mlir_context() -> Any:
-  """An MLIR context with all dialects that JAX lowers to."""
-  return mlir.make_ir_context()
-
-
-def dump_program(code: bytes, devices: np.ndarray, folder: Path, flags: Mapping[str, Any]) -> None:
-  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have, and dumps it.
-
-  The file whose name ends with `after_optimizations.hlo.pb` is an `HloProto` with the buffer assignment. XLA writes it
-  before it generates code, which takes most of its time.
-
-  Args:
-    code: the program.
-    devices: devices, in the order of the mesh.
-    folder: folder for the files.
-    flags: further flags of XLA for this program.
-  """
-  _compiled(code, devices, {'xla_dump_to': str(folder), 'xla_dump_hlo_as_proto': True, **flags})
-
-
-def partition_program(code: bytes, devices: np.ndarray) -> str:
-  """Partitions MLIR bytecode for GPUs, and returns the HLO text of one device's program.
-
-  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives.
-  Collectives are not combined, and operations are not fused.
-
-  Args:
-    code: the program.
-    devices: devices, in the order of the mesh.
-  """
-  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
-
-
-def hlo_text(module: bytes, partitions: int) -> str:
-  """The text of a serialized HLO module; its number of partitions is not serialized."""
-  text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
-  header, end, rest = text.partition('\n')
-  return f'{header}, num_partitions={partitions}{end}{rest}'
-
-
-def _compiled(code: bytes, devices: np.ndarray, flags: Mapping[str, Any]) -> Any:
-  client = devices.flat[0].client
-  options = compiler.get_compile_options(
-    num_replicas=1,
-    num_partitions=devices.size,
-    device_assignment=devices.reshape(1, -1),
-    env_options_overrides=dict(flags),
-    backend=client,
-  )
-  with mlir_context():
-    module = ir.Module.parse(code)
-    return compiler.backend_compile_and_load(
-      client, module, _jax.DeviceList(tuple(devices.flat)), options, []
-    )
-
-
-def memory_kinds(device: Any) -> list[str]:
-  """The kinds of memory that a device can use, such as 'device' and 'pinned_host'; a topology's are not known."""
-  return [memory.kind for memory in device.addressable_memories()]
-
-
-def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:
-  """The same sharding with the axis names of a mesh, if there is one.
-
-  JAX describes the shardings that the compiler chooses for arguments without axis names.
-  """
-  if not isinstance(sharding, GSPMDSharding):
-    return sharding
-  [spec] = sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)
-  named = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
-  return named if named.is_equivalent_to(sharding, rank) else sharding
-
-
-def copies_across_processes() -> bool:
-  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
-  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
-
-
-# -- jaxprs (before jax 0.12 there are two classes, `Jaxpr` and `ClosedJaxpr`)
+# -- jaxprs; before jax 0.12 there are two classes, `Jaxpr` and `ClosedJaxpr`
 
 
 class JaxprParts(NamedTuple):
@@ -1303,6 +1009,474 @@ def pruned(fn: Any, avals: Iterable[Any], used: list[bool]) -> tuple[Any, list[b
   return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), used)
 
 
+# -- lowered programs, and Shardy's propagation in them
+
+
+def mlir_context() -> Any:
+  """An MLIR context with all dialects that JAX lowers to."""
+  return mlir.make_ir_context()
+
+
+def program_bytes(lowered: Any) -> bytes:
+  """A lowered program as MLIR bytecode, with source locations."""
+  return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
+
+
+def used_arguments(lowered: Any) -> list[int]:
+  """The indices of the arguments that a lowered program has; JAX drops unused ones."""
+  return sorted(lowered._lowering.compile_args['kept_var_idx'])
+
+
+def required_results(lowered: Any, mesh: Mesh | AbstractMesh) -> list[PartitionSpec]:
+  """Requires of the compiler the shardings of results that Shardy's propagation alone chooses.
+
+  The compiler simplifies a program before it propagates shardings, and could choose others.
+
+  Args:
+    lowered: the program.
+    mesh: its mesh.
+
+  Returns:
+    The spec of each result. No spec can name a part of an axis; such a part and all axes after it are omitted.
+  """
+  with _propagated(lowered) as (module, copy):
+    (types, chosen, _), (_, given, main) = map(_results_of_main, (copy, module.operation))
+    axes = []
+    for type_, one, other in zip(types, chosen, given, strict=True):
+      if isinstance(type_, ir.RankedTensorType):  # the others are the tokens of ordered effects
+        axes.append(_axes_of(one['sdy.sharding']) if 'sdy.sharding' in one else [()] * len(type_.shape))
+        if mesh.size > 1:
+          other['sdy.sharding'] = _closed_sharding(module, axes[-1])
+    main.attributes['res_attrs'] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in given])
+  arguments = lowered._lowering.compile_args
+  avals = arguments['global_out_avals']  # keys have fewer dimensions than their arrays
+  specs = [trimmed_spec(each[: len(aval.shape)]) for each, aval in zip(axes, avals, strict=True)]
+  if mesh.size > 1:
+    arguments['out_shardings'] = tuple(NamedSharding(mesh, spec) for spec in specs)
+  return specs
+
+
+@contextlib.contextmanager
+def _propagated(lowered: Any) -> Iterator[tuple[Any, Any]]:
+  """The module of a lowered program, and a copy in which Shardy's propagation has sharded every value."""
+  module = lowered.compiler_ir('stablehlo')
+  with module.context:
+    copy = module.operation.clone()
+    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
+    yield module, copy
+
+
+def trimmed_spec(entries: Iterable[Any]) -> PartitionSpec:
+  """A spec without trailing None entries, empty tuples, and tuples of one axis, as compiled programs have it."""
+  spec = [each[0] if isinstance(each, tuple) and len(each) == 1 else each or None for each in entries]
+  while spec and spec[-1] is None:
+    spec.pop()
+  return PartitionSpec(*spec)
+
+
+def _results_of_main(module: Any) -> tuple[Any, list[dict[str, Any]], Any]:
+  """The types and attributes of the results of a module's main function, and the function."""
+  [main] = [
+    each
+    for each in module.regions[0].blocks[0]
+    if ir.StringAttr(each.attributes['sym_name']).value == 'main'
+  ]
+  types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
+  if 'res_attrs' not in main.attributes:
+    return types, [{} for _ in types], main
+  attributes = map(_dict, cast(Any, main.attributes['res_attrs']))
+  return types, [{one.name: one.attr for one in each} for each in attributes], main
+
+
+def _closed_sharding(module: Any, axes: Sequence[Sequence[str]]) -> Any:
+  """A sharding over axes of a module's mesh, per dimension, which the compiler cannot extend."""
+  mesh = next(each for each in module.body if isinstance(each, sdy.MeshOp))
+  dimensions = [
+    sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in each], is_closed=True)
+    for each in axes
+  ]
+  return sdy.TensorShardingAttr.get(ir.StringAttr(mesh.sym_name).value, dimensions)
+
+
+def _dict(attribute: Any) -> Any:
+  return ir.DictAttr(attribute) if isinstance(attribute, ir.Attribute) else attribute
+
+
+def _axes_of(attribute: Any) -> list[tuple[str, ...]]:
+  dimensions = []
+  for axes in _axis_references(attribute):
+    full = itertools.takewhile(lambda axis: axis.sub_axis_info is None, axes)
+    dimensions.append(tuple(axis.name for axis in full))
+  return dimensions
+
+
+class ConvolutionArray(NamedTuple):
+  """The input, the kernel or the result of a convolution.
+
+  Attributes:
+    shape: its shape.
+    spatial: its spatial dimensions.
+    feature: the dimension that is summed over, of an input and a kernel.
+    axes: mesh axes per dimension, parts of an axis by its name.
+    shards: number of shards per dimension.
+  """
+
+  shape: tuple[int, ...]
+  spatial: tuple[int, ...]
+  feature: int
+  axes: tuple[tuple[str, ...], ...]
+  shards: tuple[int, ...]
+
+
+class Convolution(NamedTuple):
+  """A convolution in a lowered program.
+
+  Attributes:
+    location: the text of its MLIR location.
+    input: its input, sharded as Shardy's propagation chooses.
+    kernel: its kernel.
+    result: its result.
+  """
+
+  location: str
+  input: ConvolutionArray
+  kernel: ConvolutionArray
+  result: ConvolutionArray
+
+
+def propagated_convolutions(lowered: Any, sizes: Mapping[str, int]) -> list[Convolution]:
+  """The convolutions of a lowered program, without those of `shard_map`.
+
+  Args:
+    lowered: the program.
+    sizes: size per mesh axis.
+  """
+  with _propagated(lowered) as (_, copy):
+    return [
+      _propagated_convolution(op, sizes)
+      for op in _operations(copy)
+      if op.name == 'stablehlo.convolution'
+    ]
+
+
+def _operations(op: Any) -> Iterator[Any]:
+  for region in op.regions:
+    for block in region:
+      for view in block:
+        yield view.operation
+        if view.operation.name != 'sdy.manual_computation':
+          yield from _operations(view.operation)
+
+
+def _propagated_convolution(op: Any, sizes: Mapping[str, int]) -> Convolution:
+  numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
+  roles = (
+    (numbers.input_spatial_dimensions, numbers.input_feature_dimension),
+    (numbers.kernel_spatial_dimensions, numbers.kernel_input_feature_dimension),
+    (numbers.output_spatial_dimensions, numbers.output_feature_dimension),
+  )
+  arrays = zip((*op.operands, op.results[0]), roles, strict=True)
+  return Convolution(
+    str(op.location),
+    *(_convolution_array(value, tuple(dims), feature, sizes) for value, (dims, feature) in arrays),
+  )
+
+
+def _convolution_array(
+  value: Any, spatial: tuple[int, ...], feature: int, sizes: Mapping[str, int]
+) -> ConvolutionArray:
+  shape = tuple(ir.RankedTensorType(value.type).shape)
+  attribute = _sharding_of(value)
+  listed = [[] for _ in shape] if attribute is None else _axis_references(attribute)
+  axes = tuple(tuple(axis.name for axis in each) for each in listed)
+  shards = tuple(math.prod(_shards(axis, sizes) for axis in each) for each in listed)
+  return ConvolutionArray(shape, spatial, feature, axes, shards)
+
+
+def _shards(axis: Any, sizes: Mapping[str, int]) -> int:
+  return sizes[axis.name] if axis.sub_axis_info is None else sdy.SubAxisInfoAttr(axis.sub_axis_info).size
+
+
+def _sharding_of(value: Any) -> Any:
+  """The sharding of a value in a propagated module, for a loop's argument that of its result; None if it has none."""
+  is_argument = isinstance(value.owner, ir.Block)
+  op = value.owner.owner if is_argument else value.owner
+  index = ir.BlockArgument(value).arg_number if is_argument else ir.OpResult(value).result_number
+  attributes = op.attributes
+  if 'arg_attrs' in attributes:  # of a function
+    attributes = _dict(cast(Any, attributes['arg_attrs'])[index])
+  names = ('sdy.sharding', 'sharding', *(() if is_argument else ('out_shardings',)))  # of a `shard_map`
+  found = next((attributes[name] for name in names if name in attributes), None)
+  try:
+    return None if found is None else sdy.TensorShardingPerValueAttr(found).shardings[index]
+  except ValueError:
+    return found
+
+
+def _axis_references(attribute: Any) -> list[list[Any]]:
+  dimensions = sdy.TensorShardingAttr(attribute).dimension_shardings
+  return [
+    [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(each).axes] for each in dimensions
+  ]
+
+
+# -- compiling for devices you don't have: jax.experimental.topologies creates them, but compiles no modules
+
+
+def dump_program(code: bytes, devices: np.ndarray, folder: Path, flags: Mapping[str, Any]) -> None:
+  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have, and dumps it.
+
+  The file whose name ends with `after_optimizations.hlo.pb` is an `HloProto` with the buffer assignment. XLA writes it
+  before it generates code, which takes most of its time.
+
+  Args:
+    code: the program.
+    devices: devices, in the order of the mesh.
+    folder: folder for the files.
+    flags: further flags of XLA for this program.
+  """
+  _compiled(code, devices, {'xla_dump_to': str(folder), 'xla_dump_hlo_as_proto': True, **flags})
+
+
+def partition_program(code: bytes, devices: np.ndarray) -> str:
+  """Partitions MLIR bytecode for GPUs, and returns the HLO text of one device's program.
+
+  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives.
+  Collectives are not combined, and operations are not fused.
+
+  Args:
+    code: the program.
+    devices: devices, in the order of the mesh.
+  """
+  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
+
+
+def hlo_text(module: bytes, partitions: int) -> str:
+  """The text of a serialized HLO module; its number of partitions is not serialized."""
+  text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+  header, end, rest = text.partition('\n')
+  return f'{header}, num_partitions={partitions}{end}{rest}'
+
+
+def _compiled(code: bytes, devices: np.ndarray, flags: Mapping[str, Any]) -> Any:
+  client = devices.flat[0].client
+  options = get_compile_options(
+    num_replicas=1,
+    num_partitions=devices.size,
+    device_assignment=devices.reshape(1, -1),
+    env_options_overrides=dict(flags),
+    backend=client,
+  )
+  with mlir_context():
+    module = ir.Module.parse(code)
+    return compiler.backend_compile_and_load(
+      client, module, _jax.DeviceList(tuple(devices.flat)), options, []
+    )
+
+
+# -- custom partitioning for them; true of jax 0.10.2 to 0.12
+
+
+def lower_for_target(traced: Any, platform: str, mesh: Any) -> Any:
+  """Lowers a traced program for devices that are absent.
+
+  JAX lowers a function of `custom_partitioning` (cuDNN's attention is one) to a callback of the compiler, which needs
+  devices, and this process. Here the function is partitioned at once: a first lowering contains a placeholder, from
+  which Shardy determines the shardings of the operands and results; in a second one, the function's own lowering for
+  these shardings is in a `shard_map`.
+
+  Args:
+    traced: program as `jax.jit(f).trace(...)` returns it.
+    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
+    mesh: mesh of the program's shardings.
+  """
+  lowered = lower_with_placeholders(traced, platform, mesh)
+  axes = _placeholder_axes(lowered)
+  if not axes:
+    return lowered
+  numbers = itertools.count()
+
+  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+    function = _partitioned(mesh, *axes[str(next(numbers))], **params)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+  return _lowered_by(rule, traced, platform)
+
+
+def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
+  """Lowers a traced program for absent devices, with a custom call for each function of `custom_partitioning`.
+
+  The custom call has Shardy's rule for the function, and as its attribute `kernel` the target and configuration of the kernel in it.
+  """
+  numbers = itertools.count()
+
+  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+    return _placeholder(ctx, values, mesh, str(next(numbers)), params)
+
+  return _lowered_by(rule, traced, platform)
+
+
+_PLACEHOLDER = 'CustomSPMDPartitioning'
+_callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
+
+
+def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
+  """Lowers a program with a rule of its own for `custom_partitioning`, except in a `shard_map` over all axes."""
+
+  def applied(ctx: Any, *values: Any, **params: Any) -> Any:
+    context = ctx.module_context.axis_context
+    names = getattr(context, 'manual_axes', frozenset())
+    if names and names == frozenset(context.mesh.axis_names):
+      call = jaxpr_as_fun(params['call'])
+      return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+    return rule(ctx, *values, **params)
+
+  parameters = mlir.LoweringParameters(
+    override_lowering_rules=cast(Any, ((custom_partitioning.custom_partitioning_p, applied),))
+  )
+  needing = dispatch.prim_requires_devices_during_lowering
+  others = {primitive for primitive in needing if primitive.name not in _callbacks}
+  needing -= others
+  dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+  try:
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+  finally:
+    needing |= others
+    dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+
+
+def _placeholder(
+  ctx: Any, values: Sequence[Any], mesh: AbstractMesh, key: str, params: Mapping[str, Any]
+) -> Any:
+  call, rule = params['call'], cast(Any, params['sharding_rule'])
+  results: list[Any] = [
+    ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in call.out_avals
+  ]
+  attributes = {
+    'call_target_name': ir.StringAttr.get(_PLACEHOLDER),
+    'api_version': mlir.i32_attr(2),
+    'backend_config': ir.StringAttr.get(key),
+    'kernel': ir.StringAttr.get(_kernel(ctx, call)),
+  }
+  if rule is not None:
+    types = [value.type for value in values]
+    sizes: Mapping[str, Any] = {}
+    if callable(rule):
+      rule = cast(Any, rule(*params['static_args'], mesh, types, results))
+    if isinstance(rule, (list, tuple)) and len(rule) == 2:
+      rule, sizes = rule
+    if isinstance(rule, str):
+      rule = sharding_rules.str_to_sdy_sharding_rule(rule, **sizes)
+    attributes['sdy.sharding_rule'] = sharding_rules.sdy_sharding_rule_to_mlir(
+      cast(Any, rule), types, results
+    )
+  return ir.Operation.create(
+    'stablehlo.custom_call', results=results, operands=list(values), attributes=attributes
+  ).results
+
+
+def _kernel(ctx: Any, call: Any) -> str:
+  """The target and the configuration of the first custom call in a function; its name if it has none."""
+  module = build_mlir_module_helper(
+    call,
+    name='kernel',
+    platforms=ctx.module_context.platforms,
+    backend=None,
+    axis_context=ctx.module_context.axis_context,
+  )
+  calls = list(_custom_calls(module.operation))
+  return kernel_text(calls[0].attributes) if calls else call.jaxpr.debug_info.func_name
+
+
+def kernel_text(attributes: Any) -> str:
+  """The target and the configuration of a custom call."""
+  config = attributes.get('backend_config', '')
+  text = ir.StringAttr(config).value if isinstance(config, ir.StringAttr) else str(config)
+  return f'{ir.StringAttr(attributes["call_target_name"]).value} {text}'
+
+
+def _custom_calls(module: Any) -> list[Any]:
+  found: list[Any] = []
+
+  def visit(op: Any) -> Any:
+    if op.name == 'stablehlo.custom_call':
+      found.append(op)
+    return ir.WalkResult.ADVANCE
+
+  module.walk(visit)
+  return found
+
+
+def _partitioned(
+  mesh: AbstractMesh, arguments: Sequence[Any], results: Sequence[Any], **params: Any
+) -> Callable[..., Any]:
+  """A function of `custom_partitioning` as its own `partition` makes it for these shardings."""
+  call, in_tree, out_tree = (params[name] for name in ('call', 'in_tree', 'out_tree'))
+  shapes = [
+    tree.unflatten(
+      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+      for aval, axes in zip(avals, listed, strict=True)
+    )
+    for tree, avals, listed in ((in_tree, call.in_avals, arguments), (out_tree, call.out_avals, results))
+  ]
+  _, local, out, into = params['partition'](*params['static_args'], mesh, *shapes)
+
+  def flat(*args: Any) -> Any:
+    return out_tree.flatten_up_to(local(*in_tree.unflatten(args)))
+
+  return jax.shard_map(
+    flat,
+    mesh=mesh,
+    in_specs=tuple(_specs(in_tree.flatten_up_to(into), call.in_avals)),
+    out_specs=_specs(out_tree.flatten_up_to(out), call.out_avals),
+    check_vma=False,
+  )
+
+
+def _specs(shardings: Iterable[Any], avals: Sequence[Any]) -> list[PartitionSpec]:
+  """The specs of arrays; cuDNN's has one entry too many, which the compiler ignores."""
+  return [
+    PartitionSpec(*each.spec[: len(aval.shape)]) for each, aval in zip(shardings, avals, strict=True)
+  ]
+
+
+def _placeholder_axes(lowered: Any) -> dict[str, tuple[list[Any], list[Any]]]:
+  """Per placeholder, the mesh axes of its operands and results, by Shardy's propagation."""
+  found: dict[str, tuple[list[Any], list[Any]]] = {}
+  with _propagated(lowered) as (_, copy):
+    for op in _custom_calls(copy):
+      if ir.StringAttr(op.attributes['call_target_name']).value == _PLACEHOLDER:
+        key = ir.StringAttr(op.attributes['backend_config']).value
+        found[key] = [*map(_value_axes, op.operands)], [*map(_value_axes, op.results)]
+  return found
+
+
+def _value_axes(value: Any) -> list[tuple[str, ...]]:
+  """The mesh axes of a value after propagation."""
+  sharding = _sharding_of(value)
+  return [] if sharding is None else _axes_of(sharding)
+
+
+# -- compiled programs and arrays
+
+
+def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:
+  """The same sharding with the axis names of a mesh, if there is one.
+
+  JAX describes the shardings that the compiler chooses for arguments without axis names.
+  """
+  if not isinstance(sharding, GSPMDSharding):
+    return sharding
+  [spec] = sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)
+  named = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+  return named if named.is_equivalent_to(sharding, rank) else sharding
+
+
+def needs_host_objects(compiled: Any, text: str) -> bool:
+  """Whether a program depends on more than its text: host callbacks, or arrays that it closes over."""
+  return 'callback' in text or bool(compiled._params.const_args)
+
+
 class _ExecutableLoader(serialize_executable._JaxPjrtUnpickler):
   """Loads a compiled program on other devices than those that it was compiled for."""
 
@@ -1310,7 +1484,7 @@ class _ExecutableLoader(serialize_executable._JaxPjrtUnpickler):
     super().__init__(file, devices[0].client, tuple(devices))
     self.devices_by_id = {old.id: new for old, new in zip(old_devices, devices, strict=True)}
     assignment = np.array(devices).reshape(1, -1)
-    self._options = compiler.get_compile_options(1, len(devices), assignment, backend=devices[0].client)
+    self._options = get_compile_options(1, len(devices), assignment, backend=devices[0].client)
 
   def persistent_load(self, pid: Any) -> Any:
     if pid[0] != 'exec':
@@ -1366,11 +1540,6 @@ class DeviceCopy:
     )
 
 
-def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool) -> Any:
-  """The abstract value of an array, without its sharding."""
-  return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
-
-
 def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
   """An array with the shape, dtype and weak type of `like`, from its shards on this process.
 
@@ -1378,7 +1547,7 @@ def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Ar
   """
   if not getattr(like, 'weak_type', False):  # keys have none
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
-  aval = aval_of(like.shape, like.dtype, True)
+  aval = ShapedArray(like.shape, like.dtype, weak_type=True)
   return array.ArrayImpl(aval, sharding, cast(Any, list(shards)), committed=True)
 
 
@@ -1406,6 +1575,9 @@ def compiled_call(
       return jitted(*args)
 
   return call
+
+
+# -- Orbax 0.12.8
 
 
 @functools.cache
@@ -1487,200 +1659,3 @@ def orbax_kvstore(path: str) -> Any:
   from orbax.checkpoint._src.serialization import tensorstore_utils
 
   return tensorstore_utils.build_kvstore_tspec(path, use_ocdbt=True)['base']
-
-
-# -- custom partitioning
-
-
-def lower_for_target(traced: Any, platform: str, mesh: Any) -> Any:
-  """Lowers a traced program for devices that are absent.
-
-  JAX lowers a function of `custom_partitioning` (cuDNN's attention is one) to a callback of the compiler, which needs
-  devices, and this process. Here the function is partitioned at once: a first lowering contains a placeholder, from
-  which Shardy determines the shardings of the operands and results; in a second one, the function's own lowering for
-  these shardings is in a `shard_map`. True of jax 0.10.2 to 0.12.
-
-  Args:
-    traced: program as `jax.jit(f).trace(...)` returns it.
-    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
-    mesh: mesh of the program's shardings.
-  """
-  lowered = lower_with_placeholders(traced, platform, mesh)
-  axes = _placeholder_axes(lowered)
-  if not axes:
-    return lowered
-  numbers = itertools.count()
-
-  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
-    function = _partitioned(mesh, *axes[str(next(numbers))], **params)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
-
-  return _lowered_by(rule, traced, platform)
-
-
-def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
-  """Lowers a traced program for absent devices, with a custom call for each function of `custom_partitioning`.
-
-  The custom call has Shardy's rule for the function, and as its attribute `kernel` the target and configuration of the kernel in it.
-  """
-  numbers = itertools.count()
-
-  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
-    return _placeholder(ctx, values, mesh, str(next(numbers)), params)
-
-  return _lowered_by(rule, traced, platform)
-
-
-_PLACEHOLDER = 'CustomSPMDPartitioning'
-_callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
-
-
-def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
-  """Lowers a program with a rule of its own for `custom_partitioning`, except in a `shard_map` over all axes."""
-
-  def applied(ctx: Any, *values: Any, **params: Any) -> Any:
-    context = ctx.module_context.axis_context
-    names = getattr(context, 'manual_axes', frozenset())
-    if names and names == frozenset(context.mesh.axis_names):
-      call = core.jaxpr_as_fun(params['call'])
-      return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
-    return rule(ctx, *values, **params)
-
-  parameters = mlir.LoweringParameters(
-    override_lowering_rules=cast(Any, ((custom_partitioning.custom_partitioning_p, applied),))
-  )
-  needing = dispatch.prim_requires_devices_during_lowering
-  others = {primitive for primitive in needing if primitive.name not in _callbacks}
-  needing -= others
-  dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
-  try:
-    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
-  finally:
-    needing |= others
-    dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
-
-
-def _placeholder(
-  ctx: Any, values: Sequence[Any], mesh: AbstractMesh, key: str, params: Mapping[str, Any]
-) -> Any:
-  call, rule = params['call'], cast(Any, params['sharding_rule'])
-  results: list[Any] = [
-    ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in call.out_avals
-  ]
-  attributes = {
-    'call_target_name': ir.StringAttr.get(_PLACEHOLDER),
-    'api_version': mlir.i32_attr(2),
-    'backend_config': ir.StringAttr.get(key),
-    'kernel': ir.StringAttr.get(_kernel(ctx, call)),
-  }
-  if rule is not None:
-    types = [value.type for value in values]
-    sizes: Mapping[str, Any] = {}
-    if callable(rule):
-      rule = cast(Any, rule(*params['static_args'], mesh, types, results))
-    if isinstance(rule, (list, tuple)) and len(rule) == 2:
-      rule, sizes = rule
-    if isinstance(rule, str):
-      rule = sharding_rules.str_to_sdy_sharding_rule(rule, **sizes)
-    attributes['sdy.sharding_rule'] = sharding_rules.sdy_sharding_rule_to_mlir(
-      cast(Any, rule), types, results
-    )
-  return ir.Operation.create(
-    'stablehlo.custom_call', results=results, operands=list(values), attributes=attributes
-  ).results
-
-
-def _kernel(ctx: Any, call: Any) -> str:
-  """The target and the configuration of the first custom call in a function; its name if it has none."""
-  module = mlir.build_mlir_module_helper(
-    call,
-    name='kernel',
-    platforms=ctx.module_context.platforms,
-    backend=None,
-    axis_context=ctx.module_context.axis_context,
-  )
-  calls = list(_custom_calls(module.operation))
-  return kernel_text(calls[0].attributes) if calls else call.jaxpr.debug_info.func_name
-
-
-def kernel_text(attributes: Any) -> str:
-  """The target and the configuration of a custom call."""
-  config = attributes.get('backend_config', '')
-  text = ir.StringAttr(config).value if isinstance(config, ir.StringAttr) else str(config)
-  return f'{ir.StringAttr(attributes["call_target_name"]).value} {text}'
-
-
-def _custom_calls(module: Any) -> list[Any]:
-  found: list[Any] = []
-
-  def visit(op: Any) -> Any:
-    if op.name == 'stablehlo.custom_call':
-      found.append(op)
-    return ir.WalkResult.ADVANCE
-
-  module.walk(visit)
-  return found
-
-
-def _partitioned(
-  mesh: AbstractMesh, arguments: Sequence[Any], results: Sequence[Any], **params: Any
-) -> Callable[..., Any]:
-  """A function of `custom_partitioning` as its own `partition` makes it for these shardings."""
-  call, in_tree, out_tree = (params[name] for name in ('call', 'in_tree', 'out_tree'))
-  shapes = [
-    tree.unflatten(
-      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-      for aval, axes in zip(avals, listed, strict=True)
-    )
-    for tree, avals, listed in ((in_tree, call.in_avals, arguments), (out_tree, call.out_avals, results))
-  ]
-  _, local, out, into = params['partition'](*params['static_args'], mesh, *shapes)
-
-  def flat(*args: Any) -> Any:
-    return out_tree.flatten_up_to(local(*in_tree.unflatten(args)))
-
-  return jax.shard_map(
-    flat,
-    mesh=mesh,
-    in_specs=tuple(_specs(in_tree.flatten_up_to(into), call.in_avals)),
-    out_specs=_specs(out_tree.flatten_up_to(out), call.out_avals),
-    check_vma=False,
-  )
-
-
-def _specs(shardings: Iterable[Any], avals: Sequence[Any]) -> list[PartitionSpec]:
-  """The specs of arrays; cuDNN's has one entry too many, which the compiler ignores."""
-  return [
-    PartitionSpec(*each.spec[: len(aval.shape)]) for each, aval in zip(shardings, avals, strict=True)
-  ]
-
-
-def _placeholder_axes(lowered: Any) -> dict[str, tuple[list[Any], list[Any]]]:
-  """Per placeholder, the mesh axes of its operands and results, by Shardy's propagation."""
-  module = lowered.compiler_ir('stablehlo')
-  found: dict[str, tuple[list[Any], list[Any]]] = {}
-  with module.context:
-    copy = module.operation.clone()
-    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
-
-    for op in _custom_calls(copy):
-      if ir.StringAttr(op.attributes['call_target_name']).value == _PLACEHOLDER:
-        key = ir.StringAttr(op.attributes['backend_config']).value
-        found[key] = [*map(_value_axes, op.operands)], [*map(_value_axes, op.results)]
-  return found
-
-
-def _value_axes(value: Any) -> list[tuple[str, ...]]:
-  """The mesh axes of a value after propagation; those of a loop's argument are the loop's."""
-  owner = value.owner
-  if isinstance(owner, ir.Block):
-    op, index = owner.owner, ir.BlockArgument(value).arg_number
-    if 'arg_attrs' in op.attributes:
-      attributes = _dict(cast(Any, op.attributes['arg_attrs'])[index])
-      return _axes_of(attributes['sdy.sharding']) if 'sdy.sharding' in attributes else []
-  else:
-    op, index = owner, ir.OpResult(value).result_number
-  attributes = op.attributes
-  if 'sdy.sharding' in attributes:
-    return _axes_of(sdy.TensorShardingPerValueAttr(attributes['sdy.sharding']).shardings[index])
-  return _axes_of(attributes['sharding']) if 'sharding' in attributes else []

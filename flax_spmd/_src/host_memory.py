@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from flax_spmd._src import compat
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import rule_text
@@ -35,6 +34,11 @@ def check_memories(mesh: MeshLike, rules: Rules, without: str = _WITHOUT) -> Non
     check_host(mesh, uses, without)
 
 
+def memory_kinds(device: Any) -> list[str]:
+  """The kinds of memory that a device can use, such as 'device' and 'pinned_host'; a topology's are not known."""
+  return [memory.kind for memory in device.addressable_memories()]
+
+
 def check_host(mesh: MeshLike, uses: Sequence[str], without: str) -> None:
   """Raises `MeshError` if the devices of a mesh cannot use the host's memory.
 
@@ -46,7 +50,7 @@ def check_host(mesh: MeshLike, uses: Sequence[str], without: str) -> None:
   if not isinstance(mesh, Mesh):
     return
   device = mesh.devices.flat[0]
-  kinds = compat.memory_kinds(device)
+  kinds = memory_kinds(device)
   if HOST_MEMORY in kinds:
     return
   lacking = (

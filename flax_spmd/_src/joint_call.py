@@ -26,12 +26,14 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd import errors
-from flax_spmd._src.compat import coordination_service
 from flax_spmd._src.whereabouts import (
   Question,
+  forget,
   is_main_thread,
   programs,
+  publish,
   start_answering,
+  stored,
   values_by_process,
 )
 
@@ -104,8 +106,7 @@ class JointCall:
     if self._has_announced:
       self._announce('')
     if self._is_undone:
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
-        coordination_service().key_value_delete(self.folder)
+      forget(self.folder)
 
   def counts(self, key: Any) -> Iterator[int]:
     """The numbers of the exchanges of a kind in this call."""
@@ -124,26 +125,23 @@ class JointCall:
     failure = Failure(
       jax.process_index(), type(error).__name__, str(error), first_line(error.__cause__ or error)
     )
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      coordination_service().key_value_set(f'{folder}/failed', json.dumps(failure))
+    publish(f'{folder}/failed', json.dumps(failure), replaces=False)
 
   def failure(self) -> Failure | None:
     """The error of the first process that has published one; None if there is none."""
-    text = _stored(f'{self.folder}/failed')
+    text = stored(f'{self.folder}/failed')
     return Failure(*json.loads(text)) if text else None
 
   def error(self) -> Exception | None:
     """The error to raise here because of another process, in this call or one around it."""
     failure = self.failure()
     if failure is not None:
-      other = _stored(f'{self.folder}/crossed')
+      other = stored(f'{self.folder}/crossed')
       if other:
         _count(*json.loads(other))
       return self._error_of(failure)
     alone = self._left_alone() or self._crossed() or self._passed()
-    if alone is not None:
-      return alone
-    return None if self._outer is None else self._outer.error()
+    return alone or (self._outer and self._outer.error())
 
   def _left_alone(self) -> errors.LayoutError | None:
     """The error for processes that have ended without this call."""
@@ -185,10 +183,7 @@ class JointCall:
       )
       _count(kind, number)
       folder = f'{_PREFIX}/{kind}/{number}'
-      with contextlib.suppress(
-        jax.errors.JaxRuntimeError
-      ):  # the other process may have published its own
-        coordination_service().key_value_set(f'{folder}/crossed', json.dumps([self._kind, self._number]))
+      publish(f'{folder}/crossed', json.dumps([self._kind, self._number]), replaces=False)
       self._publish(folder, error)
       return error
     return None
@@ -226,10 +221,7 @@ class JointCall:
   def _announce(self, text: str) -> None:
     """Publishes the call in which this process waits; an empty text once it does not."""
     self._has_announced = bool(text)
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      coordination_service().key_value_set(
-        f'{_WAITING}/{jax.process_index()}', text, allow_overwrite=True
-      )
+    publish(f'{_WAITING}/{jax.process_index()}', text)
 
   def _same_error(self, failure: Failure) -> Exception:
     kind = getattr(errors, failure.kind, None)
@@ -244,8 +236,7 @@ class JointCall:
     """Removes what earlier calls have left. The first process calls this when all others are in this call."""
     if jax.process_count() > 1 and jax.process_index() == self._members[0]:
       for number in range(_forgotten.get(self._kind, 0), self._number):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-          coordination_service().key_value_delete(f'{_PREFIX}/{self._kind}/{number}')
+        forget(f'{_PREFIX}/{self._kind}/{number}')
       _forgotten[self._kind] = self._number
 
 
@@ -281,16 +272,7 @@ def _count(kind: str, number: int) -> None:
 def _announce_end() -> None:
   """Publishes the number of calls of each kind that this process has made, and makes no more."""
   if _made and jax.process_count() > 1:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      coordination_service().key_value_set(f'{_ENDED}/{jax.process_index()}', json.dumps(_made))
-
-
-def _stored(key: str) -> str | None:
-  """The value of a key, or None."""
-  try:
-    return coordination_service().key_value_try_get(key)
-  except jax.errors.JaxRuntimeError:
-    return None
+    publish(f'{_ENDED}/{jax.process_index()}', json.dumps(_made))
 
 
 def answer_others() -> None:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from flax_spmd._src.compat import coordination_service
 from flax_spmd._src.joint_call import JointCall, answer_others, current_call
+from flax_spmd._src.whereabouts import stored
 from flax_spmd.errors import CheckpointError, FlaxSpmdError, LayoutError, Problem, raise_problems
 
 TIMEOUT = 300.0  # seconds; one process may still compile, or fill its shuffle buffer
@@ -236,7 +237,7 @@ class _ExchangeKeys(NamedTuple):
       value = self._arrived(key, _LOOK)
       error = self.call.error() if value is None else None
       if error is not None:
-        value = self._stored(key)  # what a process sends before it fails is received
+        value = stored(f'{self.folder}/{key}')  # what a process sends before it fails is received
         if value is None:
           raise error
       if value is not None:
@@ -248,13 +249,6 @@ class _ExchangeKeys(NamedTuple):
       with _reachable():
         return self.service.blocking_key_value_get(f'{self.folder}/{key}', milliseconds)
     except TimeoutError:
-      return None
-
-  def _stored(self, key: str) -> str | None:
-    """The value if it is there now, however long the answer takes on a busy machine."""
-    try:
-      return self.service.key_value_try_get(f'{self.folder}/{key}')
-    except jax.errors.JaxRuntimeError:
       return None
 
   def collect_groups(

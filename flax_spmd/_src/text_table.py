@@ -94,10 +94,17 @@ def _is_narrow(text: str) -> bool:
   return text.isascii() or text.replace('→', '').isascii()
 
 
-def plain_text(printable: Any) -> str:
-  """The text that `rich` prints of an object, without colours, in lines of 140 characters."""
+def plain_text(printable: Any, width: int = 140, *, soft_wrap: bool = False) -> str:
+  """The text that `rich` prints of an object, without colours.
+
+  Args:
+    printable: the object.
+    width: length of the lines.
+    soft_wrap: whether lines outside of tables may be longer.
+  """
   from rich.console import Console
 
   file = io.StringIO()
-  Console(file=file, width=140, color_system=None, force_jupyter=False).print(printable)
+  console = Console(file=file, width=width, color_system=None, force_jupyter=False, force_terminal=False)
+  console.print(printable, markup=False, highlight=False, soft_wrap=soft_wrap)
   return '\n'.join(line.rstrip() for line in file.getvalue().splitlines())

@@ -94,13 +94,12 @@ class Question:
 
   def answers(self, processes: list[int]) -> dict[int, Whereabouts]:
     """The latest whereabouts of processes that have answered since the first question."""
-    service, me = coordination_service(), jax.process_index()
-    if service is None:
+    me = jax.process_index()
+    if coordination_service() is None:
       return {}
     if time.monotonic() - self._asked >= _ASK_AGAIN:
       self._asked = time.monotonic()
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
-        service.key_value_set(_ASKED, f'{me}/{next(_questions)}', allow_overwrite=True)
+      publish(_ASKED, f'{me}/{next(_questions)}')
     answers = values_by_process(_ANSWERS)
     return {
       process: Whereabouts(*json.loads(answers[process])) for process in processes if process in answers
@@ -126,14 +125,11 @@ def _answer(calls: Mapping[str, int]) -> None:
   seen = None
   while True:
     time.sleep(_EVERY)
-    service = coordination_service()
-    asked = None if service is None else _stored(service, _ASKED)
-    if service is None or asked in (None, seen):
+    asked = None if coordination_service() is None else stored(_ASKED)
+    if asked in (None, seen):
       continue
     seen = asked
-    text = json.dumps(Whereabouts(_begun, dict(calls), _line()))
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      service.key_value_set(f'{_ANSWERS}/{jax.process_index()}', text, allow_overwrite=True)
+    publish(f'{_ANSWERS}/{jax.process_index()}', json.dumps(Whereabouts(_begun, dict(calls), _line())))
 
 
 def _line() -> str:
@@ -155,8 +151,21 @@ def values_by_process(folder: str) -> dict[int, str]:
   return {int(key.rpartition('/')[2]): text for key, text in found}
 
 
-def _stored(service: Any, key: str) -> str | None:
+def stored(key: str) -> str | None:
+  """The value that a process has published, or None."""
   try:
-    return service.key_value_try_get(key)
+    return coordination_service().key_value_try_get(key)
   except jax.errors.JaxRuntimeError:
     return None
+
+
+def publish(key: str, text: str, *, replaces: bool = True) -> None:
+  """Publishes a value to the other processes, if they can be reached; not if there is one that it does not replace."""
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    coordination_service().key_value_set(key, text, allow_overwrite=replaces)
+
+
+def forget(key: str) -> None:
+  """Removes the values at and below a key, if the service can be reached."""
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    coordination_service().key_value_delete(key)

@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-from flax_spmd._src import joint_call, whereabouts
+from flax_spmd._src import whereabouts
 from flax_spmd._src.checkpoint.storage import heartbeat
 from flax_spmd._src.joint_call import JointCall
 
@@ -48,7 +48,7 @@ def beating(monkeypatch):
 
   def start(service):
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    for module in (heartbeat, joint_call, whereabouts):
+    for module in (heartbeat, whereabouts):
       monkeypatch.setattr(module, 'coordination_service', lambda: service)
     started.append(heartbeat.Heartbeat(JointCall('save', 'The save to /a')))
     assert service.reached.wait(20)
@@ -121,8 +121,7 @@ def test_a_waiting_process_asks_a_few_times_for_any_number_of_others(monkeypatch
   """Each look of a process that waits in a call; all processes may wait, and look once a second."""
   service = CountedRequests()
   monkeypatch.setattr(jax, 'process_count', lambda: processes)
-  for module in (joint_call, whereabouts):
-    monkeypatch.setattr(module, 'coordination_service', lambda: service)
+  monkeypatch.setattr(whereabouts, 'coordination_service', lambda: service)
   call = JointCall('save', 'The save to /a')
   assert call.error() is None
   assert service.count == 5

@@ -32,7 +32,7 @@ from flax_spmd.explore import Estimator, TrainStep, parse_target
 
 
 def test_an_unsupported_jaxlib_is_refused(monkeypatch):
-  monkeypatch.setattr(mlir, 'jaxlib_version', lambda: '0.99.1')
+  monkeypatch.setattr(mlir, 'version', lambda name: '0.99.1')
   with pytest.raises(EstimatorError) as error:
     Estimator(TrainStep(lambda state, x: (state, x), lambda: {'w': jnp.ones(8)}, jnp.ones(8)))
   assert str(error.value) == (

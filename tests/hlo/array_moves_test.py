@@ -134,6 +134,18 @@ ENTRY %main (p: (f32[4], f32[2])) -> f32[8] {{
 }}""") == [('all-gather', 'model', (1,), (0,))]
 
 
+def test_an_argument_with_many_ways_to_a_gather():
+  """Each value has the one before it as both operands: there are 2**2000 ways."""
+  chosen = '\n'.join(f'  %x{n + 1} = f32[4]{{0}} select(%p, %x{n}, %x{n})' for n in range(2000))
+  assert moves(f"""
+ENTRY %main (p: pred[], x: f32[4]) -> f32[16] {{
+  %p = pred[] parameter(0)
+  %x0 = f32[4]{{0}} parameter(1)
+{chosen}
+  ROOT %all = f32[16]{{0}} all-gather(%x2000), {OVER_MODEL}
+}}""") == [('all-gather', 'model', (1,), (0,))]
+
+
 def test_reused_parameters():
   header = (
     'HloModule f, input_output_alias={{ {{0}}: ({}, {{}}, may-alias), {{1}}: ({}, {{}}, must-alias) }}'

@@ -604,6 +604,41 @@ def test_a_loop_that_can_end_early_counts_its_largest_number_of_trips():
   assert [loop[1:] for loop in counts.loops] == [(7, 'condition')]
 
 
+@pytest.mark.parametrize('dtype', ['f32', 's32'])
+def test_a_loop_around_long_sums_is_counted(dtype):
+  """Each sum has the one before it as both operands: there are 2**2000 ways through them."""
+  sums = '\n'.join(f'  %x{n + 1} = {dtype}[] add(%x{n}, %x{n})' for n in range(2000))
+  state = f'(s32[], {dtype}[])'
+  text = f"""
+HloModule loop
+
+%condition (p: {state}) -> pred[] {{
+  %p = {state} parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(10)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}}
+
+%body (q: {state}) -> {state} {{
+  %q = {state} parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  %x0 = {dtype}[] constant(0)
+{sums}
+  ROOT %state = {state} tuple(%next, %x2000)
+}}
+
+ENTRY %main () -> {state} {{
+  %zero = s32[] constant(0)
+  %x = {dtype}[] constant(0)
+  %start = {state} tuple(%zero, %x)
+  ROOT %loop = {state} while(%start), condition=%condition, body=%body
+}}
+"""
+  assert [loop[1:] for loop in count(text, {}).loops] == [(10, 'condition')]
+
+
 # --- As a whole --------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from textwrap import dedent
 
 import jax
@@ -160,6 +161,28 @@ def test_threads_that_bring_new_shardings_at_once_get_the_right_ones():
   for thread in threads:
     thread.join()
   assert found == [P(None, 'model')] * 4
+
+
+def test_threads_that_plan_a_call_at_once_share_the_plan():
+  """What is known of a plan is known by its identity, so a plan is never replaced."""
+  layout = spmd.Layout({'data': 8})
+
+  def slow(x):
+    time.sleep(0.2)  # traced once, while the others wait
+    return x * 2
+
+  step, barrier, plans = layout.jit(slow), threading.Barrier(4), []
+
+  def work():
+    barrier.wait()
+    plans.append(step.plan_of(np.ones(16)))
+
+  threads = [threading.Thread(target=work) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert len({id(plan) for plan in plans}) == 1
 
 
 def test_jax_takes_over_in_another_thread_once_the_first_has_ended():

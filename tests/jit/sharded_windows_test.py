@@ -46,6 +46,22 @@ def gradient(model, layout=None):
   return jax.tree.leaves(step(params, layout.shard(IMAGES, ('batch', None, None, None))))[0]
 
 
+def test_the_sharding_of_an_array_that_a_shard_map_returns_is_read():
+  by_position = P(None, 'model')
+
+  def kernel_gradient(images, kernel):
+    doubled = jax.shard_map(lambda x: x * 2, in_specs=by_position, out_specs=by_position)(images)
+    numbers = ('NHWC', 'HWIO', 'NHWC')
+    return jax.grad(
+      lambda kernel: jnp.sum(
+        jax.lax.conv_general_dilated(doubled, kernel, (4, 4), 'VALID', dimension_numbers=numbers) ** 2
+      )
+    )(kernel)
+
+  with pytest.warns(UserWarning, match=re.escape("(8, 16, 16, 3) with dim 1 over 'model' at")):
+    LAYOUT.jit(kernel_gradient)(IMAGES, np.ones((4, 4, 3, 8), np.float32))
+
+
 def test_a_gradient_that_xla_multiplies_is_named():
   with pytest.warns(UserWarning) as caught:
     found = gradient(Patches(), LAYOUT)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import flax_spmd as spmd
-from flax_spmd._src import compat
+from flax_spmd._src import host_memory
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import MeshError, PipelineError
 from flax_spmd.explore import Pipeline, TrainStep, compare
@@ -122,7 +122,7 @@ def test_a_comparison_has_the_bytes_on_the_host(tmp_path, monkeypatch):
 
 
 def test_devices_without_this_memory(monkeypatch):
-  monkeypatch.setattr(compat, 'memory_kinds', lambda device: ['device'])
+  monkeypatch.setattr(host_memory, 'memory_kinds', lambda device: ['device'])
   with pytest.raises(MeshError) as error:
     layout_of(2, 1).pipeline_jit(training(GPipe(2))[0], host_after=2)
   assert str(error.value) == (

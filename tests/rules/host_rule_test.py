@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import fsdp, host, optimizer_over
-from flax_spmd._src import compat
+from flax_spmd._src import host_memory
 from flax_spmd.errors import LayoutError, MeshAxisError, MeshError, RulesError
 
 FSDP = fsdp('data', min_size=1)
@@ -120,7 +120,7 @@ def test_errors_inside_of_host():
 
 
 def test_a_backend_without_the_memory_of_the_host(monkeypatch):
-  monkeypatch.setattr(compat, 'memory_kinds', lambda device: ['device', 'unpinned_host'])
+  monkeypatch.setattr(host_memory, 'memory_kinds', lambda device: ['device', 'unpinned_host'])
   on(FSDP)
   with pytest.raises(MeshError) as caught:
     on(host(('embed', 'data')), ('^opt_state/', spmd.Rules(host(FSDP))))
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_recorded_rules_for_a_backend_without_the_memory_of_the_
   saved, without = on(host(('embed', 'data'))), on(('embed', 'data'))
   w = spmd.LogicallyPartitioned(np.ones((8, 4), np.float32), ('embed', None))
   spmd.checkpoint.save(tmp_path / 'a', saved.shard({'w': w}), saved)
-  monkeypatch.setattr(compat, 'memory_kinds', lambda device: ['device', 'unpinned_host'])
+  monkeypatch.setattr(host_memory, 'memory_kinds', lambda device: ['device', 'unpinned_host'])
   with pytest.raises(MeshError) as caught:
     spmd.checkpoint.restore(tmp_path / 'a')
   assert (

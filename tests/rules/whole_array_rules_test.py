@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -39,6 +40,11 @@ def test_lazy_quantifiers_in_path_rules():
 
 def test_arguments_of_fsdp():
   assert spmd.fsdp('data', skip='blocks').skip == ('blocks',)
+  for clause in (spmd.fsdp, spmd.optimizer_over):  # a number of NumPy is written as an integer
+    assert (
+      repr(spmd.Rules(clause('data', min_size=np.prod((2, 8)))))
+      == f"Rules({clause.__name__}('data', min_size=16))"
+    )
   assert (
     text_of(errors.RulesError, spmd.fsdp, 3, min_size='big', skip=3)
     == dedent("""\

@@ -28,6 +28,7 @@ from flax_spmd._src.notebook_html import (
 )
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
+from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -106,12 +107,7 @@ class CheckpointSummary(NamedTuple):
     return f'<p>{safe(self.title)}</p>{table}{bullets(self._remarks())}{layout}'
 
   def __str__(self) -> str:
-    from rich.console import Console
-
-    console = Console(width=160, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-      console.print(self, markup=False, highlight=False, soft_wrap=True)
-    return '\n'.join(line.rstrip() for line in captured.get().splitlines())
+    return plain_text(self, 160, soft_wrap=True)
 
 
 _TITLES = ('path', 'array', 'saved spec', 'bytes', 'checksum')

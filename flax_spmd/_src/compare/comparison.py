@@ -22,6 +22,7 @@ from flax_spmd._src.notebook_html import (
 )
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text, time_text
+from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 if TYPE_CHECKING:
@@ -225,12 +226,7 @@ class Comparison:
         yield '\n'.join([f'{outcome.name}:', *lines])
 
   def __str__(self) -> str:
-    from rich.console import Console
-
-    console = Console(width=180, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-      console.print(self, markup=False, highlight=False)
-    return '\n'.join(line.rstrip() for line in captured.get().splitlines())
+    return plain_text(self, 180)
 
 
 def _mean(cost: Cost | None) -> float:

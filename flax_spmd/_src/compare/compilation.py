@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from flax_spmd._src.compare.compile_worker import BEGIN
 from flax_spmd._src.compare.hardware import Target, compiler_environment
 from flax_spmd._src.compare.lowering import LoweredStep
-from flax_spmd._src.compat import jaxlib_version
 from flax_spmd._src.hlo.counts import Collective, Counts, count_module
 from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
 from flax_spmd._src.hlo.parser import parse
@@ -153,7 +152,7 @@ def check_compiler(target: Target) -> None:
       f'There is no compiler for {target.text} on this machine: the wheel {wheels[0]} is not installed.\n'
       f"Fix: pip install 'flax-spmd[{extra}]'"
     )
-  jax_version = jaxlib_version()
+  jax_version = importlib.metadata.version('jaxlib')
   for wheel in wheels if platform == 'cuda' else ():
     version = importlib.metadata.version(wheel)
     if version.split('.')[:2] != jax_version.split('.')[:2]:
@@ -272,7 +271,7 @@ def cache_folder() -> Path:
 
 def cache_key(program: LoweredStep, target: Target) -> str:
   """A digest of a program, its target and all versions involved."""
-  versions = [jaxlib_version(), *map(_version, ('libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
+  versions = [*map(_version, ('jaxlib', 'libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
   chip = target.chip._replace(efficiency=1.0, pace=1.0, spread=())  # figures of times, not of programs
   about = [_FORMAT, program.identity, target._replace(chip=chip), list(program.mesh.items()), versions]
   return hashlib.sha256(repr(about).encode()).hexdigest()[:40]

@@ -21,7 +21,6 @@ from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_st
 from flax_spmd._src.compat import (
   lower_for_target,
   program_bytes,
-  program_text,
   target_devices,
   used_arguments,
 )
@@ -85,7 +84,7 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     with record_constraints() as requests:
       traced = jitted.trace(state, batch)
     lowered = lower_for_target(traced, target.chip.platform, abstract.mesh)
-  text = program_text(lowered, locations=False)
+  text = lowered.as_text()
   used = set(used_arguments(lowered))
   arrays = enumerate(jax.tree.leaves((state, batch)))
   described = describe_arguments(abstract, state, batch)
@@ -172,7 +171,7 @@ def identity_of(lowered: Any, text: str) -> str:
   locations = sorted(
     {
       (file, int(first), int(last or first))
-      for file, first, last in _LOCATION.findall(program_text(lowered, locations=True))
+      for file, first, last in _LOCATION.findall(lowered.as_text(debug_info=True))
       if not any(file == caller and int(first) <= line <= int(last or first) for caller, line in callers)
     }
   )

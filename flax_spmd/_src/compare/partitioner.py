@@ -29,7 +29,7 @@ class Partitioner:
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
-    self._worker: _Worker | None = None
+    self._worker: _PartitionProcess | None = None
     self._failures = 0
 
   def partition(self, code: bytes, shape: tuple[int, ...]) -> str | None:
@@ -43,7 +43,7 @@ class Partitioner:
       if self._failures == _MOST_FAILURES:
         return None
       if self._worker is None or self._worker.owner != os.getpid():
-        self._worker = _Worker()
+        self._worker = _PartitionProcess()
       try:
         return self._worker.reply((shape, code))
       except (EOFError, OSError, TimeoutError):  # it has crashed
@@ -52,7 +52,7 @@ class Partitioner:
         return None
 
 
-class _Worker:
+class _PartitionProcess:
   """A worker process and the connection to it.
 
   Attributes:

@@ -31,7 +31,7 @@ from flax_spmd._src.compare.lowering import (
   layout_on_target,
 )
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
-from flax_spmd._src.compat import program_bytes, program_text, target_devices
+from flax_spmd._src.compat import program_bytes, target_devices
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.pipelined import LoweredPipelineStep
@@ -213,7 +213,7 @@ def _with_fields(schedule: Schedule, other: Schedule) -> str:
 
 def _program(lowered: Any, layout: Layout) -> LoweredStep:
   """The program of a task. Its identity leaves out its name, which is in the first line."""
-  text = program_text(lowered, locations=False)
+  text = lowered.as_text()
   text = text[text.index('\n') :]
   return LoweredStep(
     program_bytes(lowered), identity_of(lowered, text), layout, dtype_of(text), [], 0, []

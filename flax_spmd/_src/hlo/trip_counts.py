@@ -7,6 +7,7 @@ state, with a limit; the counter starts at a constant; and the body adds a const
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -37,6 +38,9 @@ class AffineValue(NamedTuple):
 
   constant: int
   element: int | None = None
+
+
+Given = tuple[AffineValue | None, ...]  # arguments of a called computation
 
 
 def trips(loop: Instruction, computation: Computation, module: HloModule, state: State) -> Trips:
@@ -79,7 +83,7 @@ def trips(loop: Instruction, computation: Computation, module: HloModule, state:
   if condition is None or body is None:
     return Trips(1, 'unknown')
   start = entering(loop, computation, module, state)
-  number = _ConditionAnalysis(module, body, start).largest_trips(condition)
+  number = _ConditionAnalysis(_Integers(module), body, start).largest_trips(condition)
   return Trips(1, 'unknown') if number is None else Trips(number, 'condition')
 
 
@@ -90,7 +94,8 @@ def entering(loop: Instruction, computation: Computation, module: HloModule, sta
     initial = next(iter(computation.operands(initial)), None)
   if initial is None or initial.op != 'tuple':
     return {}
-  values = (_value(operand, computation, module) for operand in computation.operands(initial))
+  known = _Integers(module).inside(computation)
+  values = (known.get(name) for name in initial.operands)
   numbers = ((index, _evaluate(value, state)) for index, value in enumerate(values))
   return {index: number for index, number in numbers if number is not None}
 
@@ -100,17 +105,80 @@ def unchanging(loop: Instruction, module: HloModule, start: State) -> State:
   body = module.computations.get(loop.computation('body'))
   if body is None:
     return {}
+  integers = _Integers(module)
   return {
     index: number
     for index, number in start.items()
-    if _next(index, body, module) == AffineValue(0, index)
+    if integers.following(index, body) == AffineValue(0, index)
   }
+
+
+class _Integers:
+  """The integers of a module that are constants, elements of a loop's state, or sums of these; each is computed once.
+
+  Args:
+    module: the module.
+  """
+
+  def __init__(self, module: HloModule):
+    self._computations = module.computations
+    self.inside = functools.cache(self._inside)
+
+  def following(self, index: int, body: Computation) -> AffineValue | None:
+    """An element of the state after one trip, in terms of the state before it."""
+    root = body.result
+    if root is None or root.op != 'tuple' or index >= len(root.operands):
+      return None
+    return self.inside(body).get(root.operands[index])
+
+  def called(self, instruction: Instruction) -> Computation | None:
+    """The computation that a fusion or a call has."""
+    return self._computations.get(instruction.computation('calls', 'to_apply'))
+
+  def _inside(self, computation: Computation, given: Given | None = None) -> Mapping[str, AffineValue]:
+    """The integers in a computation, by instruction.
+
+    Args:
+      computation: the computation.
+      given: arguments of a called one; None if its parameter is a loop's state.
+    """
+    known: dict[str, AffineValue] = {}
+    for instruction in computation.instructions.values():
+      value = self._value(instruction, computation, known, given)
+      if value is not None:
+        known[instruction.name] = value
+    return known
+
+  def _value(
+    self,
+    instruction: Instruction,
+    inside: Computation,
+    known: Mapping[str, AffineValue],
+    given: Given | None,
+  ) -> AffineValue | None:
+    """The integer that an instruction computes from known ones."""
+    op, operands = instruction.op, tuple(map(known.get, instruction.operands))
+    if op in _THROUGH:
+      return operands[0] if operands else None
+    if not _is_integer(instruction):
+      return None
+    if op == 'constant':
+      return AffineValue(int(instruction.inner)) if re.fullmatch(r'-?\d+', instruction.inner) else None
+    if op == 'parameter' and given is not None:
+      return next(iter(given[int(instruction.inner) :]), None)
+    if op == 'get-tuple-element' and given is None:
+      [source] = inside.operands(instruction)
+      return AffineValue(0, int(instruction.attributes['index'])) if source.op == 'parameter' else None
+    if op in ('fusion', 'call'):
+      called = self.called(instruction)
+      return self.inside(called, operands).get(called.root) if called else None
+    return _sum(op, *operands) if op in ('add', 'subtract') else None
 
 
 class _ConditionAnalysis(NamedTuple):
   """Derives a trip count from a loop's condition, its body, and the constants in its initial state."""
 
-  module: HloModule
+  integers: _Integers
   body: Computation
   start: State
 
@@ -118,9 +186,7 @@ class _ConditionAnalysis(NamedTuple):
     """The largest number of trips that the condition allows, or None if unknown."""
     return self._allowed(condition.result, condition, None)
 
-  def _allowed(
-    self, test: Instruction | None, inside: Computation, given: list[AffineValue | None] | None
-  ):
+  def _allowed(self, test: Instruction | None, inside: Computation, given: Given | None) -> int | None:
     """The trips until a test fails: a comparison, a conjunction of comparisons, or a fusion of these."""
     if test is None:
       return None
@@ -128,18 +194,16 @@ class _ConditionAnalysis(NamedTuple):
       counts = [self._allowed(part, inside, given) for part in inside.operands(test)]
       return min((count for count in counts if count is not None), default=None)
     if test.op in ('fusion', 'call'):
-      called = self.module.computations.get(test.computation('calls', 'to_apply'))
-      values = [_value(operand, inside, self.module, given) for operand in inside.operands(test)]
-      return called and self._allowed(called.result, called, values)
+      called = self.integers.called(test)
+      values = map(self.integers.inside(inside, given).get, test.operands)
+      return self._allowed(called.result, called, tuple(values)) if called else None
     if test.op in _THROUGH:
       return self._allowed(next(iter(inside.operands(test)), None), inside, given)
     return self._compared(test, inside, given) if test.op == 'compare' else None
 
-  def _compared(
-    self, test: Instruction, inside: Computation, given: list[AffineValue | None] | None
-  ) -> int | None:
+  def _compared(self, test: Instruction, inside: Computation, given: Given | None) -> int | None:
     """The trips until the comparison of a counter with a limit fails."""
-    sides = [_value(operand, inside, self.module, given) for operand in inside.operands(test)]
+    sides = list(map(self.integers.inside(inside, given).get, test.operands))
     if len(sides) != 2:
       return None
     direction = test.attributes.get('direction', '')
@@ -154,7 +218,7 @@ class _ConditionAnalysis(NamedTuple):
     """The number behind a constant or an unchanging element of the state."""
     if value is None or value.element is None:
       return value and value.constant
-    changes = _next(value.element, self.body, self.module) != AffineValue(0, value.element)
+    changes = self.integers.following(value.element, self.body) != AffineValue(0, value.element)
     return None if changes else _evaluate(value, self.start)
 
   def _count(self, counter: AffineValue, limit: int, direction: str) -> int | None:
@@ -162,7 +226,7 @@ class _ConditionAnalysis(NamedTuple):
     index = counter.element
     if index is None or index not in self.start:
       return None
-    following = _next(index, self.body, self.module)
+    following = self.integers.following(index, self.body)
     if following is None or following.element != index or not following.constant:
       return None
     return _steps(self.start[index] + counter.constant, following.constant, limit, direction)
@@ -183,69 +247,17 @@ def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
   return max(0, -((start - limit) // step))
 
 
-def _next(index: int, body: Computation, module: HloModule) -> AffineValue | None:
-  """An element of the state after one trip, in terms of the state before it."""
-  root = body.result
-  if root is None or root.op != 'tuple' or index >= len(root.operands):
-    return None
-  operand = body.instructions.get(root.operands[index])
-  return operand and _value(operand, body, module)
+def _is_integer(instruction: Instruction) -> bool:
+  """Whether an instruction's result is one integer."""
+  shapes = instruction.shapes
+  return len(shapes) == 1 and shapes[0].size == 1 and shapes[0].dtype[0] in 'su'
 
 
-def _value(
-  instruction: Instruction,
-  inside: Computation,
-  module: HloModule,
-  given: list[AffineValue | None] | None = None,
-) -> AffineValue | None:
-  """The integer that an instruction computes, or None if unknown.
-
-  Args:
-    instruction: the instruction.
-    inside: computation that contains it.
-    module: module that contains the computations it calls.
-    given: arguments of a called computation; None if the computation's parameter is a loop's state.
-  """
-  if instruction.op in _THROUGH:
-    operands = inside.operands(instruction)
-    return _value(operands[0], inside, module, given) if operands else None
-  if instruction.op == 'constant':
-    return AffineValue(int(instruction.inner)) if re.fullmatch(r'-?\d+', instruction.inner) else None
-  if instruction.op == 'parameter' and given is not None:
-    number = int(instruction.inner)
-    return given[number] if number < len(given) else None
-  if instruction.op == 'get-tuple-element':
-    return _element(instruction, inside, given)
-  if instruction.op in ('fusion', 'call'):
-    called = module.computations.get(instruction.computation('calls', 'to_apply'))
-    values = [_value(operand, inside, module, given) for operand in inside.operands(instruction)]
-    return _value(called.result, called, module, values) if called and called.result else None
-  return _sum(instruction, inside, module, given)
-
-
-def _element(
-  instruction: Instruction, inside: Computation, given: list[AffineValue | None] | None
-) -> AffineValue | None:
-  """An element of the loop's state."""
-  source = next(iter(inside.operands(instruction)), None)
-  if given is not None or source is None or source.op != 'parameter':
-    return None
-  return AffineValue(0, int(instruction.attributes['index']))
-
-
-def _sum(
-  instruction: Instruction,
-  inside: Computation,
-  module: HloModule,
-  given: list[AffineValue | None] | None,
-) -> AffineValue | None:
+def _sum(op: str, first: AffineValue | None, second: AffineValue | None) -> AffineValue | None:
   """The sum or difference of two values, of which at most one depends on the state."""
-  if instruction.op not in ('add', 'subtract') or len(instruction.operands) != 2:
-    return None
-  first, second = (_value(operand, inside, module, given) for operand in inside.operands(instruction))
   if first is None or second is None or (first.element is not None and second.element is not None):
     return None
-  if instruction.op == 'add':
+  if op == 'add':
     element = second.element if first.element is None else first.element
     return AffineValue(first.constant + second.constant, element)
   return (

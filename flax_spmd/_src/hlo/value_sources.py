@@ -53,6 +53,7 @@ class ValueSource(NamedTuple):
 
 
 _Sources = frozenset[ValueSource]
+_Value = tuple[Instruction, Computation, int | None]  # with the element of a tuple
 
 
 class ValueSources:
@@ -74,78 +75,76 @@ class ValueSources:
   """
 
   def __init__(self, module: HloModule):
-    self._module = module
+    self._computations = module.computations
     self._callers = {
       name: (instruction, computation)
       for computation in module.computations.values()
       for instruction in computation.instructions.values()
       for name in instruction.called(*_CALLS, 'body', 'condition')
     }
-    self._open: set[tuple[str, int]] = set()  # elements of loops that are being followed
 
   def of(self, value: Instruction, inside: Computation) -> _Sources:
     """The sources of a value; empty if it has none but constants and device numbers."""
-    op = value.op
-    if op == 'parameter':
-      return self._of_parameter(value, inside)
-    if op in _WITHOUT_DATA:
-      return frozenset()
-    if op == 'get-tuple-element':
-      [whole] = inside.operands(value)
-      return self.of_element(whole, inside, int(value.attributes['index']))
-    if op in ('fusion', 'call') and (called := self._called(value)) and called.result:
-      return self.of(called.result, called)
-    moved = _OPERANDS_MOVED.get(op, _FIRST if op.endswith('-done') else None)
-    if moved is None:
-      return frozenset((ValueSource(inside.name, value.name),))
-    return frozenset().union(*(self.of(operand, inside) for operand in inside.operands(value)[moved]))
+    return self._reached((value, inside, None))
 
   def of_element(self, whole: Instruction, inside: Computation, index: int) -> _Sources:
     """The sources of one element of a tuple."""
+    return self._reached((whole, inside, index))
+
+  def _reached(self, start: _Value) -> _Sources:
+    """The sources behind a value. Each value is followed once: loops pass theirs on, and values have several uses."""
+    sources: set[ValueSource] = set()
+    seen: set[ValueSource] = set()
+    left = [start]
+    while left:
+      value, inside, index = left.pop()
+      place = ValueSource(inside.name, value.name, index)
+      if place not in seen:
+        seen.add(place)
+        before = (
+          self._before(value, inside) if index is None else self._before_element(value, inside, index)
+        )
+        left += before or ()
+        sources |= {place} if before is None else set()
+    return frozenset(sources)
+
+  def _before(self, value: Instruction, inside: Computation) -> list[_Value] | None:
+    """The values that a value consists of; None if it is computed here."""
+    op, operands = value.op, inside.operands(value)
+    if op == 'parameter':
+      caller, outside = self._callers.get(inside.name, (None, None))
+      if caller is None or outside is None or caller.op not in ('fusion', 'call'):
+        return None
+      return [(one, outside, None) for one in outside.operands(caller)[int(value.inner) :][:1]]
+    if op in _WITHOUT_DATA:
+      return []
+    if op == 'get-tuple-element':
+      return [(operands[0], inside, int(value.attributes['index']))]
+    if op in ('fusion', 'call') and (called := self._called(value)) and called.result:
+      return [(called.result, called, None)]
+    moved = _OPERANDS_MOVED.get(op, _FIRST if op.endswith('-done') else None)
+    return None if moved is None else [(one, inside, None) for one in operands[moved]]
+
+  def _before_element(self, whole: Instruction, inside: Computation, index: int) -> list[_Value] | None:
+    """The values that an element of a tuple is; those of a loop's state are its first one, and that after each trip."""
     op, operands = whole.op, inside.operands(whole)
     if op == 'tuple':
-      return self.of(operands[index], inside)
+      return [(operands[index], inside, None)]
     if op in ('fusion', 'call') and (called := self._called(whole)) and called.result:
-      return self.of_element(called.result, called, index)
+      return [(called.result, called, index)]
     if op == 'while':
-      return self._of_state(whole, inside, index)
+      body = self._computations.get(whole.computation('body'))
+      if body is not None and body.result is not None:
+        return [(operands[0], inside, index), (body.result, body, index)]
     if op == 'parameter' and inside.name in self._callers:
-      return self._of_passed(whole, inside, index)
+      caller, outside = self._callers[inside.name]
+      if caller.op == 'while':
+        return [(caller, outside, index)]
+      if caller.op in ('fusion', 'call'):
+        return [(outside.operands(caller)[int(whole.inner)], outside, index)]
     if op in ('copy', 'optimization-barrier') or op.endswith('-done'):
-      return self.of_element(operands[0], inside, index)
-    return frozenset((ValueSource(inside.name, whole.name, index),))
+      return [(operands[0], inside, index)]
+    return None
 
   def _called(self, caller: Instruction) -> Computation | None:
-    return self._module.computations.get(caller.computation(*_CALLS))
-
-  def _of_parameter(self, parameter: Instruction, inside: Computation) -> _Sources:
-    caller, outside = self._callers.get(inside.name, (None, None))
-    number = int(parameter.inner)
-    if caller is None or outside is None or caller.op not in ('fusion', 'call'):
-      return frozenset((ValueSource(inside.name, parameter.name),))
-    operands = outside.operands(caller)
-    return self.of(operands[number], outside) if number < len(operands) else frozenset()
-
-  def _of_passed(self, parameter: Instruction, inside: Computation, index: int) -> _Sources:
-    """The sources of an element of a loop's state inside the loop, or of a tuple that is passed to a call."""
-    caller, outside = self._callers[inside.name]
-    if caller.op == 'while':
-      return self._of_state(caller, outside, index)
-    if caller.op in ('fusion', 'call'):
-      return self.of_element(outside.operands(caller)[int(parameter.inner)], outside, index)
-    return frozenset((ValueSource(inside.name, parameter.name, index),))
-
-  def _of_state(self, loop: Instruction, outside: Computation, index: int) -> _Sources:
-    """The sources of an element of a loop's state: of its first value, and of the value after each trip."""
-    key = loop.name, index
-    if key in self._open:  # the body passes it on
-      return frozenset()
-    self._open.add(key)
-    try:
-      first = self.of_element(outside.operands(loop)[0], outside, index)
-      body = self._module.computations.get(loop.computation('body'))
-      if body is None or body.result is None:
-        return first | {ValueSource(outside.name, loop.name, index)}
-      return first | self.of_element(body.result, body, index)
-    finally:
-      self._open.discard(key)
+    return self._computations.get(caller.computation(*_CALLS))

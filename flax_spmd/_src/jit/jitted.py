@@ -443,6 +443,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
   def _plan(self, signature: Any, args, kwargs) -> CallPlan:
     """Plans a new signature; one thread at a time."""
     with self._planning:
+      planned = self._by_signature.get(signature)
+      if planned is not None:  # another thread has planned it meanwhile
+        return planned
       dynamic = self._arguments.dynamic(*self._arguments.without_static_objects(args, kwargs))
       if has_modules(dynamic):
         raise _TakesModules

@@ -177,7 +177,7 @@ def _attributes_of_setup(module: nn.Module) -> Iterator[None]:
 def _differs(value: Any, is_explicit: bool) -> bool:
   """Whether any array of an attribute has a type over other axes than Explicit ones, or the reverse."""
   arrays = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, Tracer)]
-  return any(_is_typed(leaf) != is_explicit for leaf in arrays if compat.mesh_of_type(leaf).axis_names)
+  return any(_is_typed(leaf) != is_explicit for leaf in arrays if _mesh_of_type(leaf).axis_names)
 
 
 def _explicit(mesh: MeshLike) -> list[str]:
@@ -190,7 +190,12 @@ def _untyped(leaf: Any) -> Any:
 
 
 def _is_typed(leaf: Any) -> bool:
-  return isinstance(leaf, jax.Array) and AxisType.Explicit in compat.mesh_of_type(leaf).axis_types
+  return isinstance(leaf, jax.Array) and AxisType.Explicit in _mesh_of_type(leaf).axis_types
+
+
+def _mesh_of_type(value: Any) -> MeshLike:
+  """The mesh that the type of an array is over; it may be empty."""
+  return jax.typeof(value).sharding.mesh
 
 
 def _typed(tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:

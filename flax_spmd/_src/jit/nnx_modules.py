@@ -167,7 +167,7 @@ class PureFunction:
       )
     changed |= {number for number, variable in enumerate(variables) if id(variable) in kept}
     numbers = tuple(sorted(changed))
-    values = tuple(compat.variable_value(variables[number]) for number in numbers)
+    values = tuple(variables[number].get_raw_value() for number in numbers)
     return Updated(_split(result, indices), (), values, numbers)
 
   def _donated_arrays(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], bool]:
@@ -221,7 +221,7 @@ class ModulePlans:
     merged(_numbered(dynamic), nodes)
     variables, shapes = _variables(nodes), [np.shape(leaf) for leaf in jax.tree.leaves(dynamic)]
     for number, value, leaf_numbers in zip(updated.numbers, updated.values, numbers.values, strict=True):
-      leaves = _leaves(compat.variable_value(variables[number]))
+      leaves = _leaves(variables[number].get_raw_value())
       described = zip(leaves, jax.tree.leaves(value), _leaves(leaf_numbers), strict=False)
       for leaf, new, result in described:
         if shapes[leaf] == np.shape(new) and leaf in by_leaf:

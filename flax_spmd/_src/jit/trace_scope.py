@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import cast
 
@@ -32,12 +33,17 @@ def trace_scope(in_force: InForce, owner: str = LAYOUTS_MESH) -> Iterator[None]:
   with (
     scope(in_force),
     compat.mesh_scope(mesh),
-    compat.without_eager_sharding(),
+    _without_eager_sharding(),
     explained_mesh_errors(mesh, owner),
     explained_axis_names(),
     explicit_types(mesh),
   ):
     yield
+
+
+def _without_eager_sharding() -> contextlib.AbstractContextManager[object]:
+  nnx = sys.modules.get('flax.nnx')
+  return contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False)
 
 
 def _check_devices(mesh: MeshLike, owner: str) -> None:

@@ -162,7 +162,7 @@ def _named_by_box(
 ) -> NameOrigin:
   """Gives names to a variable of a Linen module that `nnx.bridge` has made of a box."""
   fields = [metadata[name] for name in ('collection', 'dimensions', 'layers')]
-  named, origin = LayerBox(compat.variable_value(variable), *fields).named(tables)
+  named, origin = LayerBox(variable.get_raw_value(), *fields).named(tables)
   if isinstance(named, LogicallyPartitioned):
     variable.set_metadata(out_sharding=named.names, linen_meta_type=LogicallyPartitioned)
   return origin

@@ -33,7 +33,7 @@ from flax_spmd.errors import LayoutError
 
 def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
   """The names of a variable (None if it has none) and its value."""
-  return static_of_metadata(compat.variable_metadata(variable)), compat.variable_value(variable)
+  return static_of_metadata(compat.variable_metadata(variable)), variable.get_raw_value()
 
 
 def static_of_metadata(metadata: Mapping[str, Any]) -> Static | None:
@@ -52,7 +52,7 @@ def with_spec(variable: Any, spec: Any) -> Any:
 
 def with_metadata_names(variable: Any, names: tuple[Any, ...]) -> Any:
   """A copy of a variable with these names."""
-  named = variable.replace(compat.variable_value(variable))
+  named = variable.replace(variable.get_raw_value())
   named.set_metadata(out_sharding=names)
   return named
 

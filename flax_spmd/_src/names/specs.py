@@ -90,7 +90,7 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
 
   def sharding(unit, spec):
     if compat.is_variable_type(type(unit)):
-      return with_spec(unit, resolved(unit, compat.variable_value(spec)))
+      return with_spec(unit, resolved(unit, spec.get_raw_value()))
     if not is_axis_metadata(spec):
       return resolved(unit, spec)
     return unit.replace_boxed(

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from flax_spmd._src import compat
@@ -128,7 +129,7 @@ class ArrayTransfer(NamedTuple):
   def _between_processes(self, array: Any, keep: bool) -> jax.Array:
     if self.way in ('host', 'gathered'):
       made = self._by_host(array)
-      like = compat.aval_of(self.shape, self.after, self.is_weak)
+      like = ShapedArray(self.shape, self.after, weak_type=self.is_weak)
       return compat.from_shards(like, self.target, _shards(made)) if self.is_weak else made
     if self.program is not None:
       array = jax.block_until_ready(self.program.run(array))

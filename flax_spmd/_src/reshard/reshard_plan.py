@@ -11,7 +11,6 @@ come first, and free their memory for the others.
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ from flax_spmd._src.reshard.array_transfer import (
 )
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
-from flax_spmd._src.text_table import TextTable
+from flax_spmd._src.text_table import TextTable, plain_text
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 _SHARE = 32  # a program may take this part of the larger side
@@ -160,13 +159,8 @@ class ReshardPlan:
     return plain_table(_TITLES, rows) + preformatted('\n'.join(self._totals()))
 
   def __str__(self) -> str:
-    from rich.console import Console
-
-    file = io.StringIO()
-    console = Console(file=file, width=140, color_system=None, force_jupyter=False)
-    console.print(TextTable(_TITLES, _cells(self.rows)))
-    lines = [line.rstrip() for line in file.getvalue().splitlines()]
-    return '\n'.join([*lines, *self._totals()])
+    table: Any = TextTable(_TITLES, _cells(self.rows))
+    return '\n'.join([plain_text(table), *self._totals()])
 
   def _totals(self) -> Iterator[str]:
     most = max(self.peak_bytes, key=lambda device: self.peak_bytes[device], default=None)

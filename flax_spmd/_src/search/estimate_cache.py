@@ -21,7 +21,6 @@ from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
-from flax_spmd._src.compat import jaxlib_version
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
@@ -66,7 +65,7 @@ def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCa
   about = [identity, target, can_partition(target.chip.platform)]
   key = hashlib.sha256(repr(about).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
-  versions = {'jaxlib': jaxlib_version(), 'flax-spmd': _own_version()}
+  versions = {'jaxlib': importlib.metadata.version('jaxlib'), 'flax-spmd': _own_version()}
   head = {'format': FORMAT, **versions, 'source': package_digest()}
   lines = [] if fresh else _lines(file)
   if lines and lines[0] == head:

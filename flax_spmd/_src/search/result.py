@@ -27,6 +27,7 @@ from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.html_report import page, signed_size
 from flax_spmd._src.search.trials import mean_seconds
 from flax_spmd._src.text import size_text, time_text
+from flax_spmd._src.text_table import plain_text
 
 if TYPE_CHECKING:
   from rich.console import RenderableType
@@ -245,12 +246,7 @@ class SearchResult:
     return table
 
   def __str__(self) -> str:
-    from rich.console import Console
-
-    console = Console(width=160, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-      console.print(self, markup=False, highlight=False)
-    return '\n'.join(line.rstrip() for line in captured.get().splitlines())
+    return plain_text(self, 160)
 
 
 def _figures(outcome: Outcome) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""jaxlib's MLIR bindings and Shardy's passes; no other part of the package imports them.
+"""jaxlib's MLIR bindings and Shardy's passes; only compat.py imports them too.
 
     check_jaxlib()
     module = prepare(code)                                          # a lowered step, prepared once
@@ -9,9 +9,9 @@ The bindings change between versions of jaxlib, so nothing of them is imported b
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from flax_spmd._src.compat import jaxlib_version
 from flax_spmd.errors import EstimatorError
 
 if TYPE_CHECKING:
@@ -26,12 +26,13 @@ def check_jaxlib() -> None:
   Raises:
     EstimatorError: jaxlib is older or newer than the supported versions.
   """
-  major, minor = map(int, jaxlib_version().split('.')[:2])
+  installed = version('jaxlib')
+  major, minor = map(int, installed.split('.')[:2])
   if not _OLDEST <= (major, minor) <= _NEWEST:
-    oldest, newest = ('.'.join(map(str, version)) for version in (_OLDEST, _NEWEST))
+    oldest, newest = ('.'.join(map(str, each)) for each in (_OLDEST, _NEWEST))
     raise EstimatorError(
       f'The estimator supports the MLIR bindings of jaxlib {oldest} to {newest}; this is jaxlib '
-      f'{jaxlib_version()}.\n'
+      f'{installed}.\n'
       'Fix: install a supported version, or do without estimates: each layout is then compiled, which takes '
       'seconds instead of a fraction of a second.'
     )

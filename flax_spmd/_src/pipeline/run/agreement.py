@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import re
 import sys
 from collections import defaultdict
@@ -149,7 +150,7 @@ def _devices_text(mesh: Mesh) -> str:
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
   yield f'flax_spmd {sys.modules["flax_spmd"].__version__}, jax {jax.__version__}'
-  yield f'jaxlib {compat.jaxlib_version()}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield f'jaxlib {importlib.metadata.version("jaxlib")}, jax_threefry_partitionable {compat.threefry_partitionable()}'
   yield f'jax_cross_host_transfer_socket_address {"set" if compat.copies_across_processes() else "not set"}'
   yield from layout_lines(setting.mesh, setting.rules)
   for rank, mesh in enumerate(setting.ranks):

@@ -7,9 +7,9 @@ import functools
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
-from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.pipeline.run.submeshes import processes_of, submesh
@@ -91,6 +91,6 @@ class Request:
 def aval_of(leaf: Any) -> Any:
   """Shape, dtype and weak type of an array, a number or a `ShapeDtypeStruct`."""
   if isinstance(leaf, jax.ShapeDtypeStruct):
-    return compat.aval_of(leaf.shape, leaf.dtype, bool(leaf.weak_type))
+    return ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
   aval = jax.typeof(leaf)
-  return compat.aval_of(aval.shape, aval.dtype, aval.weak_type)
+  return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -41,7 +41,7 @@ def compile_stages(stages: LoweredStages) -> dict[StageProgram, Executable]:
     for program, stage in stages.lower():
       mesh: Any = stages.meshes[program.rank]
       if is_local(mesh):
-        text = compat.program_text(stage.lowered, locations=False)
+        text = stage.lowered.as_text()
         text = text[text.index('\n') :]  # the first line has the program's name
         running[program] = pool.submit(compile_, stages, program, text, first.get(text))
         first.setdefault(text, (running[program], mesh))

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from flax_spmd._src.rules.clauses.base import Clause, repeated_axes
 from flax_spmd._src.rules.decisions import Axes, axis_names
 from flax_spmd._src.rules.toml_values import axes_text, quoted
@@ -72,6 +74,11 @@ def are_axes(axes: Any) -> bool:
 def are_strings(value: Any) -> bool:
   """Whether this is a tuple or list of strings."""
   return isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value)
+
+
+def as_count(value: Any) -> Any:
+  """The number of elements that a user wrote, with an integer for a number of NumPy."""
+  return int(value) if isinstance(value, np.integer) else value
 
 
 def is_count(value: Any) -> bool:

@@ -16,6 +16,7 @@ from flax_spmd._src.rules.clauses.axes_with_options import (
   are_axes,
   are_strings,
   as_axes,
+  as_count,
   check_arguments,
   is_count,
 )
@@ -97,7 +98,7 @@ def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)
     {'wi': P(None, 'data'), 'wq': P('data', 'model')}
   """
   skip = (skip,) if isinstance(skip, str) else skip
-  axes = as_axes(axes)
+  axes, min_size = as_axes(axes), as_count(min_size)
   check_arguments(
     'fsdp',
     'axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.',

@@ -14,6 +14,7 @@ from flax_spmd._src.rules.clauses.axes_with_options import (
   are_axes,
   are_strings,
   as_axes,
+  as_count,
   check_arguments,
   is_count,
 )
@@ -104,7 +105,7 @@ def optimizer_over(
     {'opt_state': {'momentum': {'w': P('data', 'model')}}, 'params': {'w': P(None, 'model')}}
   """
   avoid = (avoid,) if isinstance(avoid, str) else avoid
-  axes = as_axes(axes)
+  axes, min_size = as_axes(axes), as_count(min_size)
   check_arguments(
     'optimizer_over',
     'axes is a mesh axis or a tuple of them, min_size a number of elements, avoid a tuple of mesh axes.',
