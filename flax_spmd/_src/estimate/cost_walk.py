@@ -570,7 +570,7 @@ class _CostWalk:
       self.known.partitions[key] = partition
     return self.known.partitions[key]
 
-  def _exchange(self, value: int, ops: Sequence[CollectiveOp], times: int, source: str) -> None:
+  def _exchange(self, value: int, ops: tuple[CollectiveOp, ...], times: int, source: str) -> None:
     """Adds collectives of an operand, unless they were added before."""
     if not ops or (value, ops) in self.resharded:
       return

@@ -135,7 +135,8 @@ def adopted(
   reduced += required.halos
   if op.kind not in _OPCODES:
     reduced, moved = [one for ops in (*moved, reduced) for one in ops], [[] for _ in moved]
-  operands, exchanges, difference = list(required.operands), [()] * len(moved), 0.0
+  operands, difference = list(required.operands), 0.0
+  exchanges: list[tuple[CollectiveOp, ...]] = [()] * len(moved)
   for position, (ours, xla) in enumerate(zip(moved, partition.operands)):
     if apart := _apart(ours, xla, context.sizes):
       operands[position], exchanges[position] = None, xla

@@ -91,8 +91,8 @@ class SingleOperationBuilder:
   def _add(self, value: Any, position: int, is_computed: bool, is_index: bool) -> None:
     """Adds a value: as an argument, or with the operations that compute it."""
     maker = self._makers.get(self._numbers[value])
-    is_known = maker is not None and maker.name.partition('.')[2] in _COMPUTED
-    if not is_known or not (is_computed or self._numbers[value] in self._computed):
+    is_needed = is_computed or self._numbers[value] in self._computed
+    if maker is None or maker.name.partition('.')[2] not in _COMPUTED or not is_needed:
       self._arguments.setdefault(value, position)
     elif maker not in self._copied:
       for operand in maker.operands:

@@ -197,7 +197,7 @@ def program_lines(stages: LoweredStages) -> list[str]:
 
 def _operations(name: str, lowered: Any) -> Iterator[str]:
   """The lines of a lowered program, each after its name."""
-  for line in compat.program_text(lowered, locations=False).splitlines():
+  for line in lowered.as_text().splitlines():
     yield f'{name}: {_ELEMENTS.sub(_digest, line.strip())}'
 
 
