@@ -5,7 +5,7 @@ import threading
 import jax
 import pytest
 
-from flax_spmd._src import joint_call, whereabouts
+from flax_spmd._src import whereabouts
 from flax_spmd._src.checkpoint.storage import async_save, heartbeat
 from flax_spmd._src.joint_call import JointCall
 
@@ -48,7 +48,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
   service = Service()
-  for module in (heartbeat, joint_call, whereabouts):
+  for module in (heartbeat, whereabouts):
     monkeypatch.setattr(module, 'coordination_service', lambda: service)
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   yield service

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,6 +30,7 @@ from flax_spmd._src.hlo.counts import Collective, Counts, count_module
 from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
 from flax_spmd._src.hlo.parser import parse
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.versions import installed_version
 from flax_spmd.errors import TargetDeviceError
 
 _FORMAT = 3
@@ -152,9 +152,9 @@ def check_compiler(target: Target) -> None:
       f'There is no compiler for {target.text} on this machine: the wheel {wheels[0]} is not installed.\n'
       f"Fix: pip install 'flax-spmd[{extra}]'"
     )
-  jax_version = importlib.metadata.version('jaxlib')
+  jax_version = installed_version('jaxlib')
   for wheel in wheels if platform == 'cuda' else ():
-    version = importlib.metadata.version(wheel)
+    version = installed_version(wheel)
     if version.split('.')[:2] != jax_version.split('.')[:2]:
       raise TargetDeviceError(
         f'The compiler for {target.text}, {wheel} {version}, does not match jax {jax_version}.\n'
@@ -271,17 +271,10 @@ def cache_folder() -> Path:
 
 def cache_key(program: LoweredStep, target: Target) -> str:
   """A digest of a program, its target and all versions involved."""
-  versions = [*map(_version, ('jaxlib', 'libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
+  versions = [*map(installed_version, ('jaxlib', 'libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
   chip = target.chip._replace(efficiency=1.0, pace=1.0, spread=())  # figures of times, not of programs
   about = [_FORMAT, program.identity, target._replace(chip=chip), list(program.mesh.items()), versions]
   return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
-
-
-def _version(name: str) -> str | None:
-  try:
-    return importlib.metadata.version(name)
-  except importlib.metadata.PackageNotFoundError:
-    return None
 
 
 def _read(key: str) -> dict[str, Any] | None:

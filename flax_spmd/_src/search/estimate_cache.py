@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import warnings
@@ -24,6 +23,7 @@ from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.versions import installed_version
 
 FORMAT = 1
 PACKAGE = Path(__file__).parents[2]  # flax_spmd
@@ -65,7 +65,7 @@ def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCa
   about = [identity, target, can_partition(target.chip.platform)]
   key = hashlib.sha256(repr(about).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
-  versions = {'jaxlib': importlib.metadata.version('jaxlib'), 'flax-spmd': _own_version()}
+  versions = {name: installed_version(name) for name in ('jaxlib', 'flax-spmd')}
   head = {'format': FORMAT, **versions, 'source': package_digest()}
   lines = [] if fresh else _lines(file)
   if lines and lines[0] == head:
@@ -143,13 +143,6 @@ def _warn(file: Path, error: OSError) -> None:
 def _versions(head: dict[str, Any]) -> str:
   names = {'jaxlib': head.get('jaxlib'), 'flax-spmd': head.get('flax-spmd')}
   return ', '.join(f'{name} {version}' for name, version in names.items() if version) or 'unknown'
-
-
-def _own_version() -> str:
-  try:
-    return importlib.metadata.version('flax-spmd')
-  except importlib.metadata.PackageNotFoundError:
-    return ''
 
 
 def _digest(layout: Layout) -> str:

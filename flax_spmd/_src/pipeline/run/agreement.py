@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import CodeType
@@ -40,6 +38,7 @@ from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.rules.table import layout_lines
 from flax_spmd._src.text import without_addresses
+from flax_spmd._src.versions import installed_version
 from flax_spmd.errors import PipelineError, raise_problems
 
 _SAME_ARRAYS = 'close over equal arrays on every process, or pass them as arguments.'
@@ -149,8 +148,8 @@ def _devices_text(mesh: Mesh) -> str:
 
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
-  yield f'flax_spmd {sys.modules["flax_spmd"].__version__}, jax {jax.__version__}'
-  yield f'jaxlib {importlib.metadata.version("jaxlib")}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield ', '.join(f'{name} {installed_version(name)}' for name in ('flax-spmd', 'jax', 'jaxlib'))
+  yield f'jax_threefry_partitionable {compat.threefry_partitionable()}'
   yield f'jax_cross_host_transfer_socket_address {"set" if compat.copies_across_processes() else "not set"}'
   yield from layout_lines(setting.mesh, setting.rules)
   for rank, mesh in enumerate(setting.ranks):
