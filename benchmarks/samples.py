@@ -121,10 +121,10 @@ def sample(train_step: TrainStep, target: str, count: int, seed: Any, jobs: int)
 
 def _cpu_seconds() -> float:
   """CPU time of this process, and of that which partitions single operations."""
-  worker = partitioner()._worker
-  if worker is None:
+  process = partitioner().process
+  if process is None:
     return time.process_time()
-  user, system = Path(f'/proc/{worker.process.pid}/stat').read_text().rpartition(')')[2].split()[11:13]
+  user, system = Path(f'/proc/{process.pid}/stat').read_text().rpartition(')')[2].split()[11:13]
   return time.process_time() + (int(user) + int(system)) / os.sysconf('SC_CLK_TCK')
 
 

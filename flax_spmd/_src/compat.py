@@ -1239,16 +1239,17 @@ def dump_program(code: bytes, devices: np.ndarray, folder: Path, flags: Mapping[
 
 
 def partition_program(code: bytes, devices: np.ndarray) -> str:
-  """Partitions MLIR bytecode for GPUs, and returns the HLO text of one device's program.
+  """Partitions MLIR bytecode, and returns the HLO text of one device's program.
 
-  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives.
-  Collectives are not combined, and operations are not fused.
+  For GPUs, the compiler ends before it assigns layouts, which is after its partitioner and its passes over
+  collectives. Collectives are not combined, and operations are not fused. For the CPU the program is compiled.
 
   Args:
     code: the program.
     devices: devices, in the order of the mesh.
   """
-  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
+  flags = {} if devices.flat[0].platform == 'cpu' else {'xla_early_exit_with_layouts': True}
+  return _compiled(code, devices, flags).hlo_modules()[0].to_string()
 
 
 def hlo_text(module: bytes, partitions: int) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
 from flax_spmd._src.compare.partitioner import Partitioner
-from flax_spmd._src.compat import _compiled
+from flax_spmd._src.compat import partition_program
 from flax_spmd._src.estimate import cost_walk, estimator, mlir, partitioned_operations
 from flax_spmd._src.estimate.doubts import Bound
 from flax_spmd._src.estimate.graph import GraphValue, Op
@@ -72,7 +72,7 @@ class Partitions:
   """XLA's partitioner for the CPU, which is at hand everywhere."""
 
   def partition(self, code, shape):
-    return _compiled(code, np.array(jax.devices()).reshape(shape), {}).hlo_modules()[0].to_string()
+    return partition_program(code, np.array(jax.devices()).reshape(shape))
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -257,40 +257,42 @@ ENTRY %main (x: (s32[], f32[8])) -> (s32[], f32[8]) {
 
 
 @pytest.fixture
-def process():
+def alone():
+  """A partitioner with a process of its own."""
   partitioner = Partitioner()
   yield partitioner
-  if partitioner._worker:
-    partitioner._worker.end()
+  partitioner.close()
 
 
-def test_a_program_that_cannot_be_partitioned_has_no_text(process):
-  assert process.partition(b'no program', (4,)) is None
-  assert process._worker.process.poll() is None  # it goes on
+def test_a_program_that_cannot_be_partitioned_has_no_text(alone):
+  assert alone.partition(b'no program', (4,)) is None
+  assert alone.process.poll() is None  # it goes on
 
 
-def test_a_process_that_has_ended_is_replaced_until_three_have(process):
-  for number in range(3):
-    process.partition(b'', (4,))
-    worker = process._worker.process
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.wait()
-    assert process.partition(b'', (4,)) is None
-    assert process._failures == number + 1
-  assert process.partition(b'', (4,)) is None and process._worker is None
+def test_a_process_that_has_ended_is_replaced_until_three_have(alone):
+  for _ in range(3):
+    alone.partition(b'', (4,))
+    process = alone.process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert alone.partition(b'', (4,)) is None
+    assert alone.process is None
+  assert alone.partition(b'', (4,)) is None and alone.process is None
 
 
-def test_threads_share_a_process(process):
-  threads = [threading.Thread(target=process.partition, args=(b'', (4,))) for _ in range(4)]
+def test_threads_share_a_process(alone):
+  alone.partition(b'', (4,))
+  process = alone.process
+  threads = [threading.Thread(target=alone.partition, args=(b'', (4,))) for _ in range(4)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert process._failures == 0
+  assert alone.process is process and process.poll() is None
 
 
-def test_a_worker_ends_with_its_connection(process):
-  process.partition(b'', (4,))
-  worker = process._worker
-  worker._connection.close()
-  assert worker.process.wait(timeout=60) == 0
+def test_a_process_ends_when_its_partitioner_is_closed(alone):
+  alone.partition(b'', (4,))
+  process = alone.process
+  alone.close()
+  assert process.poll() is not None and alone.process is None

@@ -29,8 +29,20 @@ class Partitioner:
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
-    self._worker: _PartitionProcess | None = None
+    self._running: _PartitionProcess | None = None
     self._failures = 0
+
+  @property
+  def process(self) -> subprocess.Popen[bytes] | None:
+    """The process, while it runs."""
+    return self._running and self._running.process
+
+  def close(self) -> None:
+    """Ends the process; the next program starts another one."""
+    with self._lock:
+      if self._running is not None:
+        self._running.end()
+      self._running = None
 
   def partition(self, code: bytes, shape: tuple[int, ...]) -> str | None:
     """The HLO text of one device's program, before layouts are assigned; None if it cannot be partitioned.
@@ -42,13 +54,13 @@ class Partitioner:
     with self._lock:
       if self._failures == _MOST_FAILURES:
         return None
-      if self._worker is None or self._worker.owner != os.getpid():
-        self._worker = _PartitionProcess()
+      if self._running is None or self._running.owner != os.getpid():
+        self._running = _PartitionProcess()
       try:
-        return self._worker.reply((shape, code))
+        return self._running.reply((shape, code))
       except (EOFError, OSError, TimeoutError):  # it has crashed
-        self._worker.end()
-        self._worker, self._failures = None, self._failures + 1
+        self._running.end()
+        self._running, self._failures = None, self._failures + 1
         return None
 
 

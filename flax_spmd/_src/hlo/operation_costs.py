@@ -53,7 +53,7 @@ def operation_costs(text: str, mesh: Mapping[str, int], opcodes: Collection[str]
     ...   %all = f32[16,4]{1,0} all-gather(%y), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
     ...   ROOT %dot = f32[8,4]{1,0} dot(%x, %all), lhs_contracting_dims={1}, rhs_contracting_dims={0}
     ... }''', {'data': 4}, ('dot',))
-    >>> [one.kind for one in costs.operands[1]], costs.result, costs.flops
+    >>> [one.kind for one in costs.operands[1]], costs.result, int(costs.flops)
     (['all-gather'], (), 1024)
   """
   module = parse(text)
