@@ -148,7 +148,7 @@ def test_results_of_a_branch_depend_on_what_jax_keeps(seed):
   [*_, one], _ = equations.flatten(
     closed, [equations.Value(x) for x in closed.in_avals], lambda _: False
   )
-  found = outside_loop._sources(one, [1 << at for at in range(len(one.inputs))])
+  found = outside_loop.result_sources(one, [1 << at for at in range(len(one.inputs))])
   bind = functools.partial(compat.bind, one.primitive, one.params, None)
   avals = list(map(equations.abstract, one.inputs))
   for number, bits in enumerate(found):

@@ -229,7 +229,7 @@ def _in_order(equations: Sequence[Equation]) -> list[Equation]:
   return ordered
 
 
-def _sources(equation: Equation, given: Sequence[int]) -> list[int]:
+def result_sources(equation: Equation, given: Sequence[int]) -> list[int]:
   """The inputs that each result of an equation depends on, as bits of a number; `given` has those of its operands."""
   if equation.name != 'cond':
     return [functools.reduce(operator.or_, given, 0)] * len(equation.outputs)
@@ -244,7 +244,7 @@ def _sources_within(jaxpr: Any, given: Sequence[int]) -> list[int]:
   known = dict(zip(inputs, given, strict=True))
   for one in equations:
     read = [known.get(atom, 0) if isinstance(atom, Value) else 0 for atom in one.inputs]
-    known.update(zip(one.outputs, _sources(one, read), strict=True))
+    known.update(zip(one.outputs, result_sources(one, read), strict=True))
   return [known.get(value, 0) for value in outputs]
 
 
@@ -262,7 +262,7 @@ def _branch_per_rank(equation: Equation, rank_of: Mapping[Value, int]) -> list[E
     return jaxpr, [atom for atom, keep in zip(operands, used, strict=True) if keep]
 
   by_rank: dict[int | None, list[int]] = defaultdict(list)
-  for number, bits in enumerate(_sources(equation, [1 << at for at in range(len(operands))])):
+  for number, bits in enumerate(result_sources(equation, [1 << at for at in range(len(operands))])):
     read = [atom for at, atom in enumerate(operands) if bits >> at & 1]
     loop_values = [atom for atom in read if isinstance(atom, Value) and atom in rank_of]
     rank = rank_of[max(loop_values, key=lambda value: value.bytes)] if loop_values else None
