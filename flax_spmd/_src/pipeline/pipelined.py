@@ -142,7 +142,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       if request.key not in self._compiled:
         subject = f'The compilation of {self._setting.name}'
         with joint('pipeline', subject, self._setting.processes, PipelineError):
-          self._compiled[request.key] = self._traced(request).lower().compile()
+          self._compiled[request.key] = self._traced(request).lower().compile_jointly()
       return self._compiled[request.key]
 
   def trace(self, *args: Any, **kwargs: Any) -> TracedPipelineStep:
@@ -399,29 +399,12 @@ class LoweredPipelineStep:
       PipelineError: the mesh is abstract, or a rank's devices have less memory than its stages need.
       LayoutError: processes have other layouts, schedules, arguments or programs; every process raises it.
     """
-    setting, begin = self._traced._setting, time.perf_counter()
-    mesh, subject = submeshes.check_concrete(setting.mesh), f'The compilation of {setting.name}'
-    with joint('pipeline programs', subject, setting.processes, PipelineError):
-      stages = self._stages()
-      self._check_agreement(stages)
-      executables = compile_stages(stages)
-      if has_windows(self._traced.jaxpr, setting.ranks[0]):
-        programs = (one.lowered for one in stages.programs.values())
-        warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
-      assembler = Assembler(stages, executables, mesh, setting.axis)
-      # Processes have to dispatch their common transfers in the same order; threads do not keep one.
-      threads = setting.threads and len(setting.processes) == 1
-      machine = assembler.machine(self._joined.results, threads)
-      peaks, host_peaks = stages.footprint.peaks(
-        {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
-      )
-      memory.check(peaks, setting.ranks)
-      times = {**self.times, 'compile': time.perf_counter() - begin}
-      result, request = jax.tree.structure(self._traced._result), self._traced._request
-      holders = self._holders(machine)
-      return CompiledPipeline(
-        setting, request, result, machine, holders, executables, peaks, host_peaks, times
-      )
+    setting = self._traced._setting
+    submeshes.check_concrete(setting.mesh)
+    with joint(
+      'pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError
+    ):
+      return self.compile_jointly()
 
   def _check_agreement(self, stages: LoweredStages) -> None:
     """Raises unless all processes have the same pipeline."""
@@ -434,6 +417,31 @@ class LoweredPipelineStep:
       agreement.program_lines(stages),
     ]
     agreement.check_same_pipeline(setting, parts, agreement.closed_over(self.call_list))
+
+  def compile_jointly(self) -> CompiledPipeline:
+    """Compiles the programs within a joint call of the processes of the mesh."""
+    setting = self._traced._setting
+    begin = time.perf_counter()
+    mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
+    self._check_agreement(stages)
+    executables = compile_stages(stages)
+    if has_windows(self._traced.jaxpr, setting.ranks[0]):
+      programs = (one.lowered for one in stages.programs.values())
+      warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
+    assembler = Assembler(stages, executables, mesh, setting.axis)
+    # Processes have to dispatch their common transfers in the same order; threads do not keep one.
+    threads = setting.threads and len(setting.processes) == 1
+    machine = assembler.machine(self._joined.results, threads)
+    peaks, host_peaks = stages.footprint.peaks(
+      {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
+    )
+    memory.check(peaks, setting.ranks)
+    times = {**self.times, 'compile': time.perf_counter() - begin}
+    result, request = jax.tree.structure(self._traced._result), self._traced._request
+    holders = self._holders(machine)
+    return CompiledPipeline(
+      setting, request, result, machine, holders, executables, peaks, host_peaks, times
+    )
 
   def _holders(self, machine: Machine) -> list[set[int]]:
     """Per argument, the processes that have to pass the same value: all of them, or of own data those that use it.
