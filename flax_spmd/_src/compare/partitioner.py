@@ -15,22 +15,25 @@ import sys
 import threading
 import weakref
 from multiprocessing.connection import Connection
+from typing import Any
 
 from flax_spmd._src.compare.compilation import has_wheel
 from flax_spmd._src.compare.hardware import compiler_environment, parse_target
 from flax_spmd._src.compare.partition_worker import GPU
 
-_TIMEOUT = 60  # seconds for one program; the first waits for the start of the process
-_MOST_FAILURES = 3  # processes that have ended early; another one would, too
+_TIMEOUT = 60  # seconds, for one program or the start of the process
 
 
 class Partitioner:
-  """A process that partitions one program at a time, for all threads."""
+  """A process that partitions one program at a time, for all threads.
+
+  A program that ends the process has no partition; the next one has a new process.
+  """
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._running: _PartitionProcess | None = None
-    self._failures = 0
+    self._is_able = True
 
   @property
   def process(self) -> subprocess.Popen[bytes] | None:
@@ -52,16 +55,29 @@ class Partitioner:
       shape: shape of the mesh.
     """
     with self._lock:
-      if self._failures == _MOST_FAILURES:
+      running = self._running
+      if running is None or running.owner != os.getpid() or running.process.poll() is not None:
+        running = self._running = self._started() if self._is_able else None
+      if running is None:
         return None
-      if self._running is None or self._running.owner != os.getpid():
-        self._running = _PartitionProcess()
       try:
-        return self._running.reply((shape, code))
-      except (EOFError, OSError, TimeoutError):  # it has crashed
-        self._running.end()
-        self._running, self._failures = None, self._failures + 1
+        return running.reply((shape, code))
+      except (EOFError, OSError, TimeoutError):  # the program has ended it, or does not end
+        running.end()
+        self._running = None
         return None
+
+  def _started(self) -> _PartitionProcess | None:
+    """A new process; None, from then on, if it cannot partition anything."""
+    process = _PartitionProcess()
+    try:
+      self._is_able = process.received()
+    except (EOFError, OSError, TimeoutError):
+      self._is_able = False
+    if self._is_able:
+      return process
+    process.end()
+    return None
 
 
 class _PartitionProcess:
@@ -86,14 +102,18 @@ class _PartitionProcess:
     theirs.close()
     self.end = weakref.finalize(self, _end, self._connection, self.process, self.owner)
 
-  def reply(self, request: object) -> str | None:
-    """The reply to a request.
+  def reply(self, request: object) -> Any:
+    """The reply to a request; raises as `received`."""
+    self._connection.send(request)
+    return self.received()
+
+  def received(self) -> Any:
+    """What the process sends next.
 
     Raises:
       EOFError, OSError: the process has ended.
-      TimeoutError: there is no reply in time.
+      TimeoutError: nothing comes in time.
     """
-    self._connection.send(request)
     if not self._connection.poll(_TIMEOUT):
       raise TimeoutError
     return self._connection.recv()

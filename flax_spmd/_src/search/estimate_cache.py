@@ -62,7 +62,8 @@ def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCa
     target: the hardware.
     fresh: whether to discard cached estimates.
   """
-  about = [identity, target, can_partition(target.chip.platform)]
+  partitioner = can_partition(target.chip.platform) and installed_version('jax-cuda12-plugin')
+  about = [identity, target, partitioner]
   key = hashlib.sha256(repr(about).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
   versions = {name: installed_version(name) for name in ('jaxlib', 'flax-spmd')}
