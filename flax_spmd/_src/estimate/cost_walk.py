@@ -52,7 +52,7 @@ from flax_spmd._src.estimate.loops import (
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
 from flax_spmd._src.estimate.partitioned_operations import Partition, PartitionedOperations, adopted
-from flax_spmd._src.estimate.requirements import Context, Requirement, collectives
+from flax_spmd._src.estimate.requirements import Context, Requirement, collectives, result_collectives
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
   is_ambiguous,
@@ -250,6 +250,16 @@ class AnalyzedGraph:
 def _chip_dtype(dtype: str) -> str:
   """A dtype in the spelling of the table of chips."""
   return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
+
+
+def _moves(ops: Sequence[CollectiveOp]) -> bool:
+  return any(op.kind in ('all-to-all', 'collective-permute') for op in ops)
+
+
+def _is_cut_often(ops: Sequence[CollectiveOp], spec: Spec) -> bool:
+  """Whether a sum is scattered along several dimensions."""
+  scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
+  return sum(not scattered.isdisjoint(axes) for axes in spec) > 1
 
 
 def _has_parts(spec: Spec) -> bool:
@@ -552,15 +562,8 @@ class _CostWalk:
     """Whether the result of a product is a partial sum whose shards move, or are cut along several dimensions."""
     if op.kind != 'dot_general' or not required.partial_axes:
       return False
-    ops = reduce_partial_sum(
-      self.values[op.results[0]],
-      required.natural_sharding,
-      required.partial_axes,
-      self.specs[op.results[0]],
-      self.sizes,
-      self.platform,
-    )
-    return self._moves(ops) or self._is_cut_often(ops, self.specs[op.results[0]])
+    ops = result_collectives(required, self._context(op))
+    return _moves(ops) or _is_cut_often(ops, self.specs[op.results[0]])
 
   def _partition(self, op: Op) -> Partition | None:
     """XLA's partition of an operation on its own, if there is a partitioner."""
@@ -597,9 +600,8 @@ class _CostWalk:
     if value in self.analyzed.argument_derived:
       self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
       return
-    bound = Bound(
-      wire=times * wire_bytes(changes, self.sizes)
-    )  # or that of another array of the same chain
+    # that of this array, or of another one of the same chain
+    bound = Bound(wire=times * wire_bytes(changes, self.sizes))
     self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
     self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
 
@@ -814,22 +816,12 @@ class _CostWalk:
       self.doubts.add(partial.source, reason, Bound(memory=size))
     if value in self.settled_sums:
       return
-    if self._moves(ops) and partial.kind == 'dot_general':
+    if _moves(ops) and partial.kind == 'dot_general':
       reason = 'a sum of a product whose shards move as it is reduced'
       self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
-    if self._is_cut_often(ops, self.specs[value]):
+    if _is_cut_often(ops, self.specs[value]):
       reason = 'a sum that is scattered along several dimensions'
       self.doubts.add(partial.source, reason, Bound(wire=2 * partial.times * size))
-
-  @staticmethod
-  def _moves(ops: Sequence[CollectiveOp]) -> bool:
-    return any(op.kind in ('all-to-all', 'collective-permute') for op in ops)
-
-  @staticmethod
-  def _is_cut_often(ops: Sequence[CollectiveOp], spec: Spec) -> bool:
-    """Whether a sum is scattered along several dimensions."""
-    scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
-    return sum(not scattered.isdisjoint(axes) for axes in spec) > 1
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from flax_spmd._src.compare.partitioner import partitioner
 from flax_spmd._src.estimate.doubts import Bound
 from flax_spmd._src.estimate.graph import PRODUCTS, GraphValue, Op, Spec
-from flax_spmd._src.estimate.requirements import Context, Requirement
-from flax_spmd._src.estimate.resharding import CollectiveOp, reduce_partial_sum, reshard, wire_bytes
+from flax_spmd._src.estimate.requirements import (
+  Context,
+  Requirement,
+  operand_collectives,
+  result_collectives,
+)
+from flax_spmd._src.estimate.resharding import CollectiveOp, wire_bytes
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.operation_costs import OperationCosts, operation_costs
 
@@ -118,21 +123,11 @@ def adopted(
     context: its operands and result.
     partition: XLA's partition of it.
   """
-  moved = [list[CollectiveOp]() for _ in op.operands]
-  for position, spec in enumerate(required.operands):
-    is_first = op.operands.index(op.operands[position]) == position
-    if spec is not None and is_first and not context.rematerialisable[position]:
-      before = context.specs[position]
-      moved[position] = reshard(context.wire_values[position], before, spec, context.sizes)
-  reduced = reduce_partial_sum(
-    context.result,
-    required.natural_sharding,
-    required.partial_axes,
-    context.result_spec,
-    context.sizes,
-    context.platform,
-  )
-  reduced += required.halos
+  moved = [
+    ops if op.operands.index(value) == position else []  # one that occurs twice is resharded once
+    for position, (value, ops) in enumerate(zip(op.operands, operand_collectives(required, context)))
+  ]
+  reduced = [*result_collectives(required, context), *required.halos]
   if op.kind not in _OPCODES:
     reduced, moved = [one for ops in (*moved, reduced) for one in ops], [[] for _ in moved]
   operands, difference = list(required.operands), 0.0

@@ -66,7 +66,23 @@ class Requirement(NamedTuple):
 
 def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:
   """The collectives that reshard the operands as required, and the result to its sharding."""
-  ops = reduce_partial_sum(
+  operands = operand_collectives(requirement, context)
+  return [*result_collectives(requirement, context), *(one for ops in operands for one in ops)]
+
+
+def operand_collectives(requirement: Requirement, context: Context) -> list[list[CollectiveOp]]:
+  """The collectives that reshard each operand as required."""
+  return [
+    [] if required is None or is_free else reshard(value, spec, required, context.sizes)
+    for value, spec, required, is_free in zip(
+      context.wire_values, context.specs, requirement.operands, context.rematerialisable
+    )
+  ]
+
+
+def result_collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:
+  """The collectives that reduce and reshard the result to its sharding."""
+  return reduce_partial_sum(
     context.result,
     requirement.natural_sharding,
     requirement.partial_axes,
@@ -74,12 +90,6 @@ def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp
     context.sizes,
     context.platform,
   )
-  for value, spec, required, rematerialisable in zip(
-    context.wire_values, context.specs, requirement.operands, context.rematerialisable
-  ):
-    if required is not None and not rematerialisable:
-      ops += reshard(value, spec, required, context.sizes)
-  return ops
 
 
 def sent_bytes(requirement: Requirement, context: Context) -> float:
