@@ -564,7 +564,7 @@ class Layout:
         processes a call also raises it if a rank of another process has ended or is stalled.
       MeshError: devices have no memory for `host_after`.
       LayoutError: processes have other layouts, schedules or programs, or pass or close over other values; raised by
-        all, before anything runs. Of the batch, a process may pass zeros for what it does not use.
+        all, before anything runs. A process may pass zeros for the parts of the batch that it does not use.
 
     Example:
       >>> layout = Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))

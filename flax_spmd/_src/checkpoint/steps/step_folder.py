@@ -116,7 +116,7 @@ class StepFolder:
       )
     return True
 
-  def remove(self, step: int, check: Callable[[], object] = bool) -> bool:
+  def remove(self, step: int, check: Callable[[], object] = lambda: None) -> bool:
     """Removes a step, unless a reader uses it. One whose removal is interrupted is no longer listed.
 
     Args:

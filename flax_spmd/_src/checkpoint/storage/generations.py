@@ -294,7 +294,7 @@ def _check_place(path: epath.Path) -> None:
       )
 
 
-def remove_checkpoint(path: epath.Path, check: Callable[[], object] = bool) -> bool:
+def remove_checkpoint(path: epath.Path, check: Callable[[], object] = lambda: None) -> bool:
   """Removes a checkpoint, unless a reader or a writer uses it. Files of others beside it stay.
 
   Args:

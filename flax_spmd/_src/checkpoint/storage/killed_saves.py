@@ -103,9 +103,8 @@ def _removed(store: Store, path: Any, found: StoredHead) -> bool:
   is_empty = not generations and (names or not path.is_dir())
   if found.tag is None and (is_empty or whole_generations(store, path.name, generations)):
     return True  # nothing of ours is there, or a checkpoint that has lost its head
-  fence = Head(
-    epoch=found.head.epoch + 1, writer=this_process()
-  )  # no older writer can commit after this
+  # no older writer can commit after this
+  fence = Head(epoch=found.head.epoch + 1, writer=this_process())
   tag = store.write(
     f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=bool(generations)
   )
