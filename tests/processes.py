@@ -56,8 +56,9 @@ class Result(NamedTuple):
 
   @property
   def value(self) -> Any:
-    """The last value that it reported."""
-    return self.reported[-1] if self.reported else None
+    """The last value that it reported; without one, an `AssertionError` with its whole output is raised."""
+    assert self.reported, f'nothing was reported\n{_written(self)}'
+    return self.reported[-1]
 
 
 def run_processes(
