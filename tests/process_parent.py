@@ -54,6 +54,7 @@ def _run(how: dict[str, Any], number: int) -> None:
   os.chdir(how['folder'])
   for end, descriptor in ((os.devnull, 0), (f'{number}.out', 1), (f'{number}.err', 2)):
     os.dup2(os.open(end, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+  faulthandler.enable()
   faulthandler.register(signal.SIGUSR1)
   try:
     if how['joined']:
