@@ -318,3 +318,150 @@ def test_features_that_are_cut_into_heads_send_as_much_as_in_compiled_programs(h
   estimated = Estimator(train).estimate(layout, parse_target('h100:8')).counts
   sent = [sum(one.by_axis().values()) for one in (estimated, compiled(train, layout))]
   assert sent[0] == pytest.approx(sent[1], rel=0.01)
+
+
+def updated(loss, shapes, names, inputs):
+  """A step that updates its parameters by the gradients of a loss."""
+
+  def create():
+    return {
+      name: spmd.LogicallyPartitioned(jnp.ones(shape), names[name]) for name, shape in shapes.items()
+    }
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
+
+  return TrainStep(step, create, inputs)
+
+
+def assert_as_compiled(train, layout):
+  outcome = Estimator(train).estimate(layout, parse_target('h100:8'))
+  counts = compiled(train, layout)
+  assert outcome.doubts == ()
+  assert outcome.counts.flops == pytest.approx(counts.flops, rel=0.001)
+  assert outcome.counts.by_kind() == pytest.approx(counts.by_kind(), rel=0.01)
+
+
+LONG = {'x': jax.ShapeDtypeStruct((BATCH, 32, WIDTH), jnp.float32)}
+TWO = spmd.abstract_mesh({'data': 2, 'model': 4})
+
+
+def test_layers_under_one_mask_are_sharded_each_as_its_own_weights(no_partitioner):
+  """XLA broadcasts the mask for each layer; one broadcast for both would shard the second layer as the first."""
+  shapes = dict.fromkeys(('q0', 'k0', 'q1', 'k1'), (WIDTH, 8, 32))
+  names = {name: (None, f'heads{name[1]}', None) for name in shapes}
+
+  def loss(state, batch):
+    x, mask = batch['x'], jnp.tril(jnp.ones((32, 32), bool))
+    for layer in range(2):
+      q, k = (jnp.einsum('bld,dhk->blhk', x, state[f'{name}{layer}'].unbox()) for name in 'qk')
+      scores = jnp.einsum('bqhd,bkhd->bhqk', q, k)
+      masked = jnp.where(mask[None, None], 0.0, -1e9) * jnp.mean(batch['x'])
+      weights = jax.nn.softmax(scores + masked)
+      x = jnp.einsum('bhqk,bkhd->bqhd', weights, k).reshape(x.shape)
+      x = spmd.with_logical_constraint(x, ('batch', None, None))
+    return jnp.sum(x**2)
+
+  assert_as_compiled(
+    updated(loss, shapes, names, LONG), spmd.Layout(TWO, (('batch', 'data'), ('heads0', 'model')))
+  )
+
+
+def test_products_of_arrays_that_are_computed_twice_count_once():
+  """Broadcasts are not merged, but what is computed from them is, if it is costly: here the norm and the product."""
+  shapes, names = {'w': (WIDTH, ROWS), 'scale': (WIDTH,)}, {'w': (None, None), 'scale': (None,)}
+
+  def loss(state, batch):
+    def product():
+      normed = batch['x'] / jnp.sqrt(jnp.mean(batch['x'] ** 2, -1, keepdims=True))
+      return (normed * state['scale'].unbox()[None, None]) @ state['w'].unbox()
+
+    return jnp.sum(jnp.sin(product()) * jnp.cos(product()))
+
+  assert_as_compiled(updated(loss, shapes, names, LONG), DATA)
+
+
+@pytest.mark.parametrize('columns', [None, 'data'])
+def test_a_sum_of_parts_is_reduced_after_a_loop_if_all_of_them_are(columns):
+  """The gradients of two weights in one product, of which one is sharded over the devices that add it up."""
+  shapes = {'v': (WIDTH, WIDTH), 'w': (WIDTH, WIDTH)}
+  names = {'v': (None, None), 'w': (None, 'columns')}
+
+  def loss(state, batch):
+    both = jnp.concatenate([state['v'].unbox(), state['w'].unbox()], 1)
+
+    def body(h, x):
+      one, other = jnp.split(jnp.tanh((x + h) @ both), 2, 1)
+      return spmd.with_logical_constraint(one * other, ('batch', None)), None
+
+    return jnp.sum(jax.lax.scan(body, jnp.zeros((BATCH, WIDTH)), batch['x'].swapaxes(0, 1))[0] ** 2)
+
+  layout = spmd.Layout(TWO, (('batch', ('data', 'model')), ('columns', columns)))
+  train = updated(loss, shapes, names, LONG)
+  outcome = Estimator(train).estimate(layout, parse_target('h100:8'))
+  expected = compiled(train, layout).by_kind()
+  assert outcome.counts.by_kind()['all-reduce'] == pytest.approx(expected['all-reduce'], rel=0.01)
+
+
+@pytest.mark.parametrize('uses', [1, 2])
+def test_a_sum_that_is_cut_along_another_dimension_too_is_not_scattered(uses):
+  """XLA cuts it once, along both dimensions, after an all-reduce."""
+  shapes, names = {'w': (WIDTH, ROWS)}, {'w': ('columns', None)}
+
+  def loss(state, batch):
+    x = spmd.with_logical_constraint(batch['x'], (None, None, 'columns'))
+    y = spmd.with_logical_constraint(x @ state['w'].unbox(), (None, None, 'columns'))
+    parts = [spmd.with_logical_constraint(y, ('batch', None, 'columns')) for _ in range(uses)]
+    return sum(jnp.sum(jnp.sin(part) ** (2 + number)) for number, part in enumerate(parts))
+
+  train = updated(loss, shapes, names, LONG)
+  layout = spmd.Layout(TWO, (('batch', 'data'), ('columns', 'model')))
+  counts = Estimator(train).estimate(layout, parse_target('h100:8')).counts.by_kind()
+  assert 'reduce-scatter' not in counts
+  assert counts['all-reduce'] == pytest.approx(compiled(train, layout).by_kind()['all-reduce'], rel=0.01)
+
+
+def test_an_activation_is_gathered_again_for_the_gradient_of_a_weight():
+  """Devices are grouped in another way then, and XLA does not merge the two."""
+  shapes, names = {'w': (WIDTH, ROWS)}, {'w': (None, 'columns')}
+
+  def loss(state, batch):
+    x = spmd.with_logical_constraint(jnp.tanh(batch['x']), ('batch', None, 'columns'))
+    return jnp.sum(spmd.with_logical_constraint(x @ state['w'].unbox(), ('batch', None, 'columns')) ** 2)
+
+  layout = spmd.Layout(TWO, (('batch', 'data'), ('columns', 'model')))
+  assert_as_compiled(updated(loss, shapes, names, LONG), layout)
+
+
+@pytest.mark.parametrize(
+  ('vocab', 'rules', 'arrays'),
+  [
+    (
+      32000,
+      (),
+      3,
+    ),  # a gradient in 32 bits, and the logits in 16 bits, in whose place the whole gradient is written
+    (32000, (('embed', 'model'),), 4),  # not in that of the result of an asynchronous all-reduce
+    (8192, (), 5),  # short rows: the logits less their maximum are stored in 32 bits instead
+    (8192, (('vocab', 'model'),), 1),  # of sharded rows the logits are
+  ],
+)
+def test_memory_of_the_logarithm_of_a_softmax(vocab, rules, arrays):
+  tokens = 4096
+
+  def loss(w, batch):
+    x = spmd.with_logical_constraint(batch['x'].astype(jnp.bfloat16), ('batch', 'embed'))
+    logits = (x @ w.unbox().astype(jnp.bfloat16)).astype(jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch['ids'][:, None], -1)
+    return -jnp.mean(picked)
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state['w'], batch)
+    return {'w': jax.tree.map(lambda w, g: w - 0.1 * g, state['w'], gradient)}, value
+
+  inputs = {'x': jnp.ones((tokens, 64)), 'ids': jnp.zeros((tokens,), jnp.int32)}
+  create = lambda: {'w': spmd.LogicallyPartitioned(jnp.ones((64, vocab)), ('embed', 'vocab'))}
+  layout = spmd.Layout(TWO, (('batch', 'data'), *rules))
+  outcome = Estimator(TrainStep(step, create, inputs)).estimate(layout, parse_target('h100:8'))
+  assert outcome.memory.temporaries / (tokens * vocab) == pytest.approx(arrays, abs=0.05)

@@ -12,7 +12,7 @@ added, once per run of the enclosing loops. Like XLA, the walk saves communicati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
@@ -110,6 +110,7 @@ class AnalyzedGraph:
     wire_values: values that are sent in a narrower dtype.
     constants: scalar integer constants.
     uses: number of uses per value.
+    users: operations on each value.
     transposed: operands of transposes, by their results.
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
@@ -133,6 +134,7 @@ class AnalyzedGraph:
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
     self.uses: dict[int, int] = {}
+    self.users: dict[int, list[Op]] = {}
     self.transposed: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
@@ -149,6 +151,7 @@ class AnalyzedGraph:
     for op in block.ops:
       for value in op.operands:
         self.uses[value] = self.uses.get(value, 0) + 1
+        self.users.setdefault(value, []).append(op)
       if op.kind == 'transpose':
         self.transposed[op.results[0]] = op.operands[0]
       if op.attributes.get('value') is not None:
@@ -289,7 +292,7 @@ class _CostWalk:
     self.partitions = partitions
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
     self.values, self.known = analyzed.graph.values, analyzed.known(sizes, platform)
-    self.unsure = analyzed.kept(platform).unsure
+    self.kept = analyzed.kept(platform)
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
@@ -298,7 +301,7 @@ class _CostWalk:
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts = Doubts()
-    self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...]]] = set()
+    self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...], bool]] = set()
     self.settled_sums: set[int] = set()  # partial sums whose reduction a partitioner has confirmed
     self.copies = GatheredCopies()
     self.present: list[float] = []  # memory during each operation of the main block
@@ -316,6 +319,7 @@ class _CostWalk:
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
     self.image_sums = 0.0  # peak memory of sums in the gradients of norms over images
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
+    self.sums: set[int] = set()  # sums that have been reduced over devices
 
   def block(
     self, block: Block, live: BlockLiveness, times: int, results: Sequence[Spec | None]
@@ -380,6 +384,7 @@ class _CostWalk:
     """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does.
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
+    The result of an asynchronous collective is not written to.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':
@@ -391,7 +396,7 @@ class _CostWalk:
     ends = [
       (self.values[value].dtype, alive.get(value))
       for value in live.ending[index]
-      if value not in self.reduced and value >= 0
+      if value not in self.reduced and value not in self.sums and value >= 0
     ]
     if results and not self.loop:
       ends += [(self.values[value].dtype, size) for value, size in self.copies.ending(index)]
@@ -417,18 +422,18 @@ class _CostWalk:
 
   def _is_reduced_later(self, value: int, partial: PartialSum) -> bool:
     """Whether a partial sum in a loop is added to the loop's carry, which is reduced after the loop."""
-    total = self.analyzed.loop_sums.get(value)
-    return (
-      total is not None
-      and self.platform in MOVING_PLATFORMS
-      and not partial.is_total
-      and used_axes(self.specs[total]).isdisjoint(partial.partial_axes)
-    )
+    is_moved = self.platform in MOVING_PLATFORMS and not partial.is_total
+    return is_moved and self._is_unused_in_totals(value, partial.partial_axes)
+
+  def _is_unused_in_totals(self, value: int, axes: Collection[str]) -> bool:
+    """Whether a value is added, whole or in parts, to loops' carries that are not sharded over some axes."""
+    totals = self.analyzed.loop_sums.get(value, ())
+    return bool(totals) and all(used_axes(self.specs[total]).isdisjoint(axes) for total in totals)
 
   def _op(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of an operation, and returns the peak memory of its blocks."""
     self.kind = op.kind
-    if op.results and op.results[0] in self.unsure:
+    if op.results and op.results[0] in self.kept.unsure:
       size = self._bytes(op.results[0])
       self.doubts.add_kept(op.source, 'a function that takes long to compute again', size)
     if self._is_local(op):
@@ -469,7 +474,8 @@ class _CostWalk:
     required = self._settled(op, required, times)
     for value, spec in zip(op.operands, required.operands):
       self._doubt_moves(op, value, spec, times)
-      self._bring(value, spec or self.specs[value], times, op.source)
+      is_grouped = op.kind == 'dot_general' and self._is_grouped(value, spec, required)
+      self._bring(value, spec or self.specs[value], times, op.source, is_grouped)
     for value, ops in zip(op.operands, required.exchanges):
       self._exchange(value, ops, times, op.source)
     if 'merged' in op.attributes:
@@ -520,7 +526,7 @@ class _CostWalk:
   def _are_resharded(self, op: Op, required: Requirement) -> bool:
     """Whether all operands of an operation were brought to the required shardings before."""
     return all(
-      spec == self.specs[value] or (value, spec) in self.resharded
+      spec == self.specs[value] or any((value, spec, form) in self.resharded for form in (True, False))
       for value, spec in zip(op.operands, required.operands)
     )
 
@@ -575,9 +581,9 @@ class _CostWalk:
 
   def _exchange(self, value: int, ops: tuple[CollectiveOp, ...], times: int, source: str) -> None:
     """Adds collectives of an operand, unless they were added before."""
-    if not ops or (value, ops) in self.resharded:
+    if not ops or (value, ops, False) in self.resharded:
       return
-    self.resharded.add((value, ops))
+    self.resharded.add((value, ops, False))
     self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in ops)
     self._add_collectives(ops, times, value, source, is_settled=True)
 
@@ -686,6 +692,7 @@ class _CostWalk:
         times,
         op.kind,
         op.source,
+        value,
         -1 if self.loop else self.weight_gradients.index,
       )
     elif natural != spec and len(natural) == len(spec):
@@ -721,7 +728,7 @@ class _CostWalk:
   def _add_to_total(self, op: Op) -> bool:
     """Adds a partial sum to a loop's carry, to reduce the total after the loop; returns whether it did."""
     for value in op.operands if op.kind == 'add' and op.results[0] in self.analyzed.loop_sums else ():
-      total, partial = self.analyzed.loop_sums.get(value, 0), self.partial_sums.get(value)
+      total, partial = self.analyzed.loop_sums.get(value, (0,))[0], self.partial_sums.get(value)
       if (
         partial
         and self._is_reduced_later(value, partial)
@@ -790,15 +797,19 @@ class _CostWalk:
     platform = self.platform if partial.kind == 'dot_general' else ''
     ops = reduce_partial_sum(array, natural, partial_axes, self.specs[value], self.sizes, platform)
     is_widened = partial.array.itemsize < self.values[value].itemsize and not partial.is_cut
-    if value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened):
+    is_whole = value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened)
+    if is_whole or (platform == 'cuda' and self._is_cut_again(value)):
       ops = without_reduce_scatter(ops)
     dtype = partial.array.dtype
-    is_split = value in self.analyzed.loop_sums and self.platform in MOVING_PLATFORMS
-    if is_split and not partial.is_total and [op.kind for op in ops] == ['reduce-scatter', 'all-reduce']:
+    is_split = self.platform in MOVING_PLATFORMS and not partial.is_total
+    is_split = is_split and [op.kind for op in ops] == ['reduce-scatter', 'all-reduce']
+    if is_split and self._is_unused_in_totals(value, ops[1].axes):
       loop, self.loop = self.loop, 0  # the rest is reduced once, after the loop
       self._add_collectives(ops[1:], self.times_outside[-1], value, partial.source, partial.kind, dtype)
       ops, self.loop = ops[:1], loop
     groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
+    if ops and self.platform == 'cuda':
+      self.sums.add(partial.product)
     self._doubt_sum(value, partial, ops)
     size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
     size *= partial.array.itemsize
@@ -806,6 +817,16 @@ class _CostWalk:
       key = self.combiner.key(groups[0])
       is_narrow = partial.array.itemsize < 4
       self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size, is_narrow)
+
+  def _is_cut_again(self, value: int) -> bool:
+    """Whether an operation needs a part of a value's shards: XLA cuts them at once, and scatters no sum like that."""
+    for op in self.analyzed.users.get(value, ()) if self.analyzed.uses[value] > 1 else ():
+      if op.blocks or op.kind in _IDENTITIES or not op.results:
+        continue
+      for operand, spec in zip(op.operands, self._required(op).operands):
+        if operand == value and spec not in (None, self.specs[value]) and not self._changes(value, spec):
+          return True
+    return False
 
   def _doubt_sum(self, value: int, partial: PartialSum, ops: Sequence[CollectiveOp]) -> None:
     """Notes sums that are scattered along several dimensions, or along the channels of images."""
@@ -865,21 +886,37 @@ class _CostWalk:
     self.combiner.extend(combiner)
     return max(branch[3] for branch in branches) + sum(map(self._bytes, op.results))
 
-  def _bring(self, value: int, required: Spec, times: int, source: str) -> None:
-    """Reshards a value as required, unless that was done before."""
+  def _is_grouped(self, value: int, spec: Spec | None, required: Requirement) -> bool:
+    """Whether an activation is gathered for a product by groups of devices that compute parts of its result.
+
+    XLA does not merge such a gather with that for the gradient of a weight, where no group has a part of the result: it
+    writes their groups of devices in two ways.
+    """
+    natural = required.natural_sharding
+    return (
+      spec is not None
+      and value not in self.analyzed.argument_derived
+      and not used_axes(spec).isdisjoint(used_axes(natural or ()))
+    )
+
+  def _bring(
+    self, value: int, required: Spec, times: int, source: str, is_grouped: bool = False
+  ) -> None:
+    """Reshards a value as required, unless that was done before in the same way."""
     self._reduce(value, required)
     if value in self.deferred_gathers and value not in self.analyzed.rematerialisable:
       if not self._between(self.values[value], self.deferred_gathers[value], required):
         return
-      present, once = self.deferred_gathers.pop(value), (self.constrained.get(value), self.specs[value])
+      present = self.deferred_gathers.pop(value)
+      once = self.constrained.get(value), self.specs[value], False
       if once not in self.resharded:
         self._reshard(value, present, self.specs[value], times, source)
         self._keep_gathered(value, present)
       self.resharded |= {once} if value in self.constrained else set()
     if required == self.specs[value] or value in self.analyzed.rematerialisable:
       return
-    if (value, required) not in self.resharded:
-      self.resharded.add((value, required))
+    if (value, required, is_grouped) not in self.resharded:
+      self.resharded.add((value, required, is_grouped))
       self._reshard(value, self.specs[value], required, times, source)
     if not self.loop:
       size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
@@ -948,6 +985,12 @@ class _CostWalk:
     """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
     if op.kind == 'transpose' and self._is_folded(op, value):
       return 0.0
+    if value in self.kept.rows:
+      dim, source = self.kept.rows[value]
+      narrowed = (
+        self.values[source].itemsize / self.values[value].itemsize if self.specs[value][dim] else 1
+      )
+      return self._bytes(value) * narrowed
     if value not in self.partial_sums or op.kind not in PRODUCTS or self.loop:
       return self._bytes(value)
     natural = self.partial_sums[value].natural_sharding

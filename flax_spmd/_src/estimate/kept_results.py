@@ -10,6 +10,8 @@ them; operands of products are stored. XLA departs from it, as was measured on c
 * So is the mask of a function of a norm, such as `leaky_relu`, in 32 bits.
 * So is the sum of a residual and a scaled branch (layer scale, adaptive norms): the branch is needed for the gradient
   of its scale. That of another branch is stored in place of the branch, which comes to the same.
+* So are the logits less their maximum, if a logarithm of a softmax is computed from rows of up to 16,384 elements on
+  one device: one kernel computes both.
 * Products compute functions of their operands themselves, which are not stored then (`prologues`).
 
 For TPUs, elementwise operations are always fused into the products that read them, expensive ones too.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
@@ -53,6 +56,7 @@ _ELEMENTWISE = (
   *('abs', 'add', 'and', 'compare', 'divide', 'maximum', 'minimum', 'multiply', 'negate', 'not', 'or'),
   *('select', 'subtract'),
 )
+_ROW = 2**14  # elements, the most in a softmax that one kernel computes
 _ROUNDS = 16  # of the 20 of Threefry, each of which ends in an exclusive or
 _VIEWS = ('broadcast_in_dim', 'convert', 'reshape', 'sharding_constraint', 'transpose')
 
@@ -65,12 +69,15 @@ class KeptResults(NamedTuple):
     fused: operands of products that are not stored, since they are computed as the products read them.
     sources: values that products read instead, and that are stored.
     unsure: values that are taken to be computed again, although that takes nearly as long.
+    rows: for logits less their maximum that are stored, the dimension of their rows, and what they are computed from. The
+      latter is stored in their place if the rows are sharded.
   """
 
   kept: frozenset[int]
   fused: frozenset[int] = frozenset()
   sources: frozenset[int] = frozenset()
   unsure: frozenset[int] = frozenset()
+  rows: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 
 def kept_results(graph: Graph, platform: str, given: frozenset[int]) -> KeptResults:
@@ -88,6 +95,7 @@ def kept_results(graph: Graph, platform: str, given: frozenset[int]) -> KeptResu
   found = prologues(graph) if platform == 'cuda' else Prologues(frozenset(), frozenset())
   kept: set[int] = set()
   unsure: set[int] = set()
+  rows: dict[int, tuple[int, int]] = {}
   for block in blocks:
     uses, depths = _Uses(block, found.fused), _depths(block, graph)
     kept.update(_masks(block, graph, uses, depths))
@@ -95,7 +103,8 @@ def kept_results(graph: Graph, platform: str, given: frozenset[int]) -> KeptResu
     expensive = _Expensive(block, graph, found, uses, depths, given)
     kept |= expensive.kept
     unsure |= expensive.unsure
-  return KeptResults(frozenset(kept), found.fused, found.sources, frozenset(unsure))
+    rows |= dict(_rows(block, graph)) if platform == 'cuda' else {}
+  return KeptResults(frozenset(kept.union(rows)), found.fused, found.sources, frozenset(unsure), rows)
 
 
 def _blocks(block: Block) -> Iterator[Block]:
@@ -148,6 +157,32 @@ def _scaled_sums(block: Block, graph: Graph, uses: _Uses, given: frozenset[int])
         and given.issuperset(one for one in op.operands if one not in products)
         else set()
       )
+
+
+def _rows(block: Block, graph: Graph) -> Iterator[tuple[int, tuple[int, int]]]:
+  """Each `x` in `x - log(sum(exp(x)))` with short rows: their dimension, and what `x` is computed from."""
+  makers = {value: op for op in block.ops for value in op.results}
+
+  def source(value: int) -> int:
+    while value in makers and makers[value].kind in _VIEWS:
+      value = makers[value].operands[0]
+    return value
+
+  def operand(value: int, kind: str) -> int | None:
+    op = makers.get(source(value))
+    return op.operands[0] if op is not None and op.kind == kind else None
+
+  for op in block.ops:
+    if op.kind != 'subtract' or (logits := operand(op.operands[0], 'subtract')) is None:
+      continue
+    value, total = op.operands
+    if (summed := operand(total, 'log')) is None or (terms := operand(summed, 'reduce')) is None:
+      continue
+    dims = (
+      makers[source(summed)].attributes['dimensions'] if operand(terms, 'exponential') == value else ()
+    )
+    if len(dims) == 1 and graph.values[value].shape[dims[0]] <= _ROW:
+      yield value, (dims[0], source(logits))
 
 
 def _depths(block: Block, graph: Graph) -> dict[int, int]:

@@ -20,7 +20,7 @@ XLA for CPUs reduces in every iteration. But it alone gathers a weight that does
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
@@ -32,7 +32,7 @@ WIDENING_PLATFORMS = ('cuda',)  # these widen partial sums to add them before th
 GATHERING_PLATFORMS = ('cpu',)  # these move gathers
 
 
-def loop_sums(graph: Graph, uses: Mapping[int, int]) -> dict[int, int]:
+def loop_sums(graph: Graph, uses: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
   """The values that are added to a loop's carry, from the product to the addition.
 
   A product may be cut first, if all of its parts are added to carries: those of several weights in one product.
@@ -42,9 +42,12 @@ def loop_sums(graph: Graph, uses: Mapping[int, int]) -> dict[int, int]:
     uses: number of uses per value.
 
   Returns:
-    For each such value, the loop's result that it is added to.
+    For each such value, the loop's results that it, or a part of it, is added to.
   """
-  return dict(_in_block(graph.main, uses))
+  sums: dict[int, tuple[int, ...]] = {}
+  for value, result in _in_block(graph.main, uses):
+    sums[value] = (*sums.get(value, ()), result)
+  return sums
 
 
 def _in_block(block: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]]:
@@ -58,6 +61,7 @@ def _in_block(block: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]
 def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]]:
   producers = {value: op for op in body.ops for value in op.results}
   parts: Counter[int] = Counter()  # per value that is cut, the number of its parts on the way to a carry
+  totals: dict[int, list[int]] = {}  # per value that is cut, the results that they are added to
   for result, carry, returned in zip(loop.results, body.arguments, body.returned):
     addition = producers.get(returned)
     if addition is None or addition.kind != 'add' or carry not in addition.operands:
@@ -66,18 +70,22 @@ def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[i
     if value == carry or uses[carry] > 1 or uses[returned] > 1:
       continue
     yield returned, result
+    results = [result]
     while value in producers:
       op = producers[value]
       if uses[value] > 1 and parts[value] < uses[value]:
         break
-      yield value, result
+      results = totals.get(value, results)
+      yield from ((value, one) for one in results)
       if op.kind not in _IN_SUMS:
         break
       value = op.operands[0]
-      parts[value] += op.kind == 'slice'
+      if op.kind == 'slice':
+        parts[value] += 1
+        totals.setdefault(value, []).extend(results)
 
 
-def forwarded_sums(graph: Graph, uses: Mapping[int, int], sums: Mapping[int, int]) -> frozenset[int]:
+def forwarded_sums(graph: Graph, uses: Mapping[int, int], sums: Collection[int]) -> frozenset[int]:
   """The results of operations that rearrange or widen a partial sum before it is reduced.
 
   A sum is widened before it is reduced if it is then added to another one, or to a loop's carry; it is cut only on
@@ -86,7 +94,7 @@ def forwarded_sums(graph: Graph, uses: Mapping[int, int], sums: Mapping[int, int
   return frozenset(_forwarded(graph.main, uses, sums))
 
 
-def _forwarded(block: Block, uses: Mapping[int, int], sums: Mapping[int, int]) -> Iterator[int]:
+def _forwarded(block: Block, uses: Mapping[int, int], sums: Collection[int]) -> Iterator[int]:
   added = {value for op in block.ops if op.kind == 'add' for value in op.operands if uses[value] == 1}
   for op in reversed(block.ops):
     if op.kind in _IN_SUMS:

@@ -23,6 +23,7 @@ class PartialSum(NamedTuple):
   times: int
   kind: str  # of the operation that made it
   source: str
+  product: int  # the value that is stored
   made: int = -1  # index of the operation in the main block
   is_total: bool = False  # of all iterations of a loop
   is_cut: bool = False  # sharded over partial axes before it is widened

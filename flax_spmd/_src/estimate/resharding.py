@@ -394,7 +394,8 @@ def _is_one_cut(before: Spec, after: Spec, scattered: Sequence[tuple[str, int]])
   """Whether a sum is cut along one dimension, and there by the axes that it is scattered over alone."""
   dims = {dim for _, dim in scattered}
   axes = tuple(axis for axis, _ in scattered)
-  return len(dims) == 1 and all(after[dim] == (*before[dim], *axes) for dim in dims)
+  cut = {dim for dim, (held, now) in enumerate(zip(before, after)) if now[: len(held)] == held != now}
+  return len(dims) == 1 and cut == dims and all(after[dim] == (*before[dim], *axes) for dim in dims)
 
 
 def without_reduce_scatter(ops: Sequence[CollectiveOp]) -> Sequence[CollectiveOp]:

@@ -5,11 +5,12 @@ Each operation costs time in every propagation, so those that cannot matter are 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir, passmanager
 
 # Elementwise operations on two arrays, in a dtype that can be negated.
 _BINARY = frozenset(
@@ -38,6 +39,14 @@ _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a resha
 _OTHER_SIDE = {'lhs': 'rhs', 'rhs': 'lhs'}
 _CONSTRAINT = 'sdy.sharding_constraint'
 _KEPT_APART = tuple(f'stablehlo.{kind}' for kind in ('optimization_barrier', 'custom_call', 'rng'))
+_APART = 'apart'  # attribute of broadcasts that are not merged
+_COSTLY = (  # which are merged if their operands are equal, though not merged
+  *(
+    f'stablehlo.{kind}'
+    for kind in ('dot_general', 'convolution', 'gather', 'scatter', 'reduce', 'concatenate')
+  ),
+  _CONSTRAINT,
+)
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -268,45 +277,73 @@ def drop_converts(module: Any) -> None:
       op.erase()
 
 
-def merge_constraints(module: Any) -> None:
-  """Merges equal constraints of one array, and the equal operations on the results, as XLA does in a partitioned program.
+def merge_equal(module: Any) -> None:
+  """Merges equal operations, as far as XLA does before or after it propagates shardings.
 
-  So it is with a layer that is called twice with one input, or is computed again. The operation that is left gets the
-  attribute `merged`: collectives are not merged, nor is what follows them. Other equal operations are merged already.
+  Before, it has a broadcast for each use: one that shards the new dimensions leaves the others alone, such as the
+  attention of another layer under the same mask. So broadcasts of arrays are not merged, nor is what is computed from
+  them, unless it is costly.
+
+  Afterwards, it merges equal constraints and what follows, as of a layer that is called twice with one input, or is
+  computed again. These operations get the attribute `merged`: collectives are not merged, nor is what follows them.
   """
-  reached = {value for one in _merged(_constraints(module)) for value in one.results}
-  for one in _merged(_reached(module, reached)) if reached else ():
+  broadcasts = [op for op in _all_ops(module) if op.name == _BROADCAST and _is_expanded(op)]
+  for number, op in enumerate(broadcasts):
+    op.attributes[_APART] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
+  passmanager.PassManager.parse('builtin.module(cse)').run(module)
+  later = {value for op in _all_ops(module) if _is_merged_later(op) for value in op.results}
+  for one in _merged(_reached(module, later)):
     if one.name != _CONSTRAINT:
       one.attributes['merged'] = ir.StringAttr.get('merged')
 
 
-def _constraints(module: Any) -> list[Any]:
-  return [op for op in _all_ops(module) if op.name == _CONSTRAINT]
+def _is_merged_later(op: Any) -> bool:
+  return op.name == _CONSTRAINT or _APART in op.attributes
+
+
+def _is_expanded(broadcast: Any) -> bool:
+  """Whether a broadcast has an array as its operand, and is larger than it."""
+  before, after = (_shape(value) for value in (broadcast.operands[0], broadcast.results[0]))
+  return bool(before) and math.prod(before) != math.prod(after)
 
 
 def _reached(module: Any, values: set[Any]) -> Iterator[Any]:
-  """The operations on some values, and on their results."""
-  for op in list(_all_ops(module)):
-    if any(value in values for value in op.operands):
+  """The operations that have some values, or are on them or on their results; not those within costly ones."""
+  inside = {inner for op in _all_ops(module) if op.name in _COSTLY for inner in _all_ops(op)}
+  for op in [op for op in _all_ops(module) if op not in inside]:
+    if any(value in values for value in (*op.operands, *op.results)):
       values.update(op.results)
       yield op
 
 
 def _merged(ops: Iterable[Any]) -> Iterator[Any]:
-  """Merges equal operations, and yields those that are left in their place."""
+  """Merges equal operations, and yields those that are left in their place.
+
+  The operands of costly ones may be equal without being merged.
+  """
   known: dict[Any, Any] = {}
-  attributes = lambda op: tuple((name, op.attributes[name]) for name in op.attributes)
+  alike: dict[Any, Any] = {}  # by value, the first one that is equal
   for op in ops:
-    if not len(op.results) or (len(op.regions) and op.name != _OF_UNITS[0]) or op.name in _KEPT_APART:
+    if not len(op.results) or (len(op.regions) and op.name not in _COSTLY) or op.name in _KEPT_APART:
       continue
-    inside = tuple((inner.name, attributes(inner)) for inner in _all_ops(op))
-    about = op.name, op.block, tuple(op.operands), attributes(op), op.results[0].type, inside
+    inside = tuple((inner.name, _attributes(inner)) for inner in _all_ops(op))
+    operands = tuple(alike.get(value, value) for value in op.operands)
+    about = op.name, op.block, operands, _attributes(op), op.results[0].type, inside
     first = known.setdefault(about, op)
-    if first != op:
+    if first == op:
+      continue
+    is_same = list(first.operands) == list(op.operands) and _APART not in op.attributes
+    if is_same or op.name in _COSTLY:
       for one, other in zip(first.results, op.results):
         other.replace_all_uses_with(one)
       op.erase()
       yield first
+    else:
+      alike |= {other: alike.get(one, one) for one, other in zip(first.results, op.results)}
+
+
+def _attributes(op: Any) -> tuple[tuple[str, Any], ...]:
+  return tuple((name, op.attributes[name]) for name in op.attributes if name != _APART)
 
 
 def transpose_products(module: Any) -> None:

@@ -23,7 +23,7 @@ from flax_spmd._src.estimate.mlir.inline import (
   drop_uniform,
   erase_dead,
   inline_all,
-  merge_constraints,
+  merge_equal,
   merge_unary,
   order_by_operands,
   replace_chlo,
@@ -79,8 +79,7 @@ class PreparedModule:
       self._module = ir.Module.parse(code)
       inline_all(self._module)
       drop_converts(self._module.operation)
-      passmanager.PassManager.parse('builtin.module(cse)').run(self._module.operation)
-      merge_constraints(self._module.operation)
+      merge_equal(self._module.operation)
       replace_chlo(self._module.operation)
       drop_uniform(self._module.operation)
       drop_selects(self._module.operation)
