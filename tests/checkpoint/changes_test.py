@@ -94,6 +94,8 @@ WRITTEN = [
   "Changes(stacks={'layers': 'layers_{}', 'blocks': ('blocks_{}', 1)})",
   "Changes(axes={'embed': 'model'}, moved='layers')",
   "Changes(moved=('blocks', 'layers'), dtypes='cast')",
+  "Changes(moved='layers', resized='vocab')",
+  "Changes(resized=('layers', 'vocab'))",
   "Changes(dtypes={'float32': 'bfloat16'}, missing='lora', unused='^opt/', only='params/head')",
 ]
 
@@ -114,6 +116,7 @@ def test_compared_and_hashed_by_value(text):
 
 def test_equal_ways_of_writing():
   assert Changes(moved='layers') == Changes(moved=['layers']) == Changes(moved={'layers'})
+  assert Changes(moved='layers', resized='b') == Changes(moved=iter(['layers']), resized=iter('b'))
   assert Changes(moved=('b', 'a')) == Changes(moved=('a', 'b'))
   assert Changes(only='/params/') == Changes(only='params')
   assert Changes(dtypes={jnp.float32: jnp.bfloat16}) == Changes(dtypes={'float32': 'bfloat16'})
@@ -174,6 +177,7 @@ def test_changes_for_a_target_are_refused_by_convert(tmp_path):
     {'axes': 3},
     {'moved': 3},
     {'moved': ('layers', 3)},
+    {'resized': 3},
     {'missing': 3},
     {'unused': b'a'},
     {'only': 3},
@@ -187,7 +191,7 @@ def test_arguments_of_the_wrong_type(argument):
     str(caught.value)
     == dedent(f"""\
     Changes(...) does not take {name}={value!r}.
-    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, unused and only are strings.""")
+    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or several, and missing, unused and only are strings.""")
   )
 
 

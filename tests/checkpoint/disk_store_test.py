@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import stat
 from pathlib import Path
@@ -66,6 +67,15 @@ def test_write_makes_new_folders_durable_once(tmp_path, monkeypatch):
   fsync.paths.clear()
   store.write('c/HEAD', b'2')
   assert len(fsync.paths) == 2  # the file and its folder
+
+
+def test_a_folder_that_is_made_again_is_made_durable_again(tmp_path, monkeypatch):
+  store = open_store(tmp_path)
+  store.write('a/b/HEAD', b'1')
+  shutil.rmtree(tmp_path / 'a')
+  monkeypatch.setattr(os, 'fsync', fsync := Fsync())
+  store.write('a/b/HEAD', b'1')
+  assert {tmp_path / 'a' / 'b', tmp_path / 'a', tmp_path} <= set(map(Path, fsync.paths))
 
 
 @pytest.mark.parametrize('code', ['EIO', 'ENOSPC', 'EDQUOT', 'EROFS'])

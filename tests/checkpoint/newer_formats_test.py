@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.steps.step_folder import StepFolder
+from flax_spmd._src.checkpoint.storage import liveness
 from flax_spmd._src.checkpoint.storage.manifest import manifest_digest
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 
@@ -147,3 +149,27 @@ def test_copies_of_generations_and_checkpoints_of_format_1(tmp_path, format_1):
   edit(open_store(as_path(tmp_path)), f'4/{file}', change)
   assert error_of(checkpoint.restore, path) == RECORD.format(path=path)
   is_refused(tmp_path, RECORD)
+
+
+UNREADABLE = [
+  *(b'[]', b'{"holder": 3}', b'\xff', b'[' * 100_000),
+  b'{"format": 2, "holder": {"host": "other", "pid": 4711}}',
+]
+
+
+@pytest.mark.parametrize('content', UNREADABLE, ids=range(len(UNREADABLE)))
+def test_the_pin_of_a_reader_of_a_newer_version(root, content, monkeypatch):
+  """It holds its generation while it changes now and then, like that of a reader on another machine."""
+  now = [0.0]
+  monkeypatch.setattr(liveness, 'time', SimpleNamespace(monotonic=lambda: now[0]))
+  store, path = open_store(as_path(root)), as_path(root) / '4'
+  checkpoint.save(path, STATE, LAYOUT)
+  generation = json.loads(store.read('4/HEAD')[0])['generation']
+  pinned, pin = f'4/{generation}/MANIFEST', f'4/pin-0123456789abcdef-{generation}'
+  for beat in range(3):
+    store.write(pin, content + b' ' * beat)
+    checkpoint.save(path, STATE, LAYOUT, overwrite=True)
+    assert store.read(pinned) and store.read(pin)
+    now[0] += liveness.LEASE + 1
+  checkpoint.save(path, STATE, LAYOUT, overwrite=True)
+  assert store.read(pinned) is store.read(pin) is None

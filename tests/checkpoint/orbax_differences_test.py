@@ -364,7 +364,8 @@ def test_another_shape_is_reported_without_its_path(small, refused, kind):
     Checkpoint {path} does not match the target:
     b: float32[4] in the checkpoint, float32[8] in the target.
     w: float32[8,4] in the checkpoint, float32[8,6] in the target.
-    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').
+    Fix: give the model the sizes and dtypes that it was saved with; or restore the part that both have: Changes(resized='mlp'); or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
   )
 
 

@@ -89,18 +89,21 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
   shardings = tuple(getattr(target, 'sharding', None) for target in targets)
   if _is_unchanged(parts[0], targets[0], routes[0]):
     return [_placed(parts[0], targets[0])]
+  own = targets[0] if routes[0].step == 'resize' and hasattr(targets[0], '__array__') else None
   on_devices = all(isinstance(part, jax.Array) for part in parts)
   placed = [*(getattr(part, 'sharding', None) for part in parts), *shardings]
   orders = {device_order(each) for each in placed if each is not None}
   if on_devices and len(orders) > 1 and all(part.is_fully_addressable for part in parts):
     # Layers go to the stages of a pipeline, say.
     parts, on_devices = [_as_numpy(part) for part in parts], False
+  if isinstance(own, jax.Array) and not on_devices:
+    parts, on_devices = [np.asarray(part).astype(own.dtype) for part in parts], True
   if not on_devices or not all(hasattr(target, 'sharding') for target in targets):
     return [_on_host(parts, route, target) for route, target in zip(routes, targets, strict=True)]
   dtypes = tuple(str(target.dtype) for target in targets)
   numbers: dict[str, str] = {}
   numbered = tuple(_numbered(route, numbers) for route in routes)
-  return _program(numbered, dtypes, shardings)(parts)
+  return _program(numbered, dtypes, shardings)(parts, own)
 
 
 def device_order(sharding: Any) -> tuple[Any, ...]:
@@ -137,8 +140,8 @@ def _numbered(route: Route, numbers: dict[str, str]) -> Route:
 
 @functools.lru_cache(maxsize=256)
 def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tuple[Any, ...]) -> Any:
-  def convert(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    results = [evaluated(route, lambda source: parts[int(source)], jnp) for route in routes]
+  def convert(parts: Sequence[jax.Array], own: jax.Array | None) -> list[jax.Array]:
+    results = [evaluated(route, lambda source: parts[int(source)], jnp, own) for route in routes]
     return [
       x if str(x.dtype) == dtype else x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)
     ]
@@ -150,7 +153,7 @@ def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
   leaves = dict(zip(dict.fromkeys(route.sources), parts, strict=True))
   of_keys = any(map(_is_key, parts))
-  result = evaluated(route, lambda source: _as_numpy(leaves[source]), jnp if of_keys else np)
+  result = evaluated(route, lambda source: _as_numpy(leaves[source]), jnp if of_keys else np, target)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())
   result = _as_numpy(result) if _is_key(result) else _cast(np.asarray(result), target.dtype)

@@ -8,6 +8,7 @@ by reading each saved leaf into its place in the result.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -178,8 +179,19 @@ def _specs_before(
     yield from ((source, PartitionSpec(*entries)) for source in route.sources)
     return
   before = _entries_before(entries, route, sizes)
+  if route.step == 'resize':
+    shape = record_of(route.operands[0], records).shape
+    before = [
+      each if _divides(each, size, sizes) else None for each, size in zip(before, shape, strict=True)
+    ]
   for operand in route.operands:
     yield from _specs_before(before, operand, records, sizes)
+
+
+def _divides(entry: Any, size: int, sizes: Mapping[Any, int]) -> bool:
+  """Whether the mesh axes of a dimension divide its size."""
+  axes = entry if isinstance(entry, tuple) else (entry,)
+  return size % math.prod(sizes.get(axis, 1) for axis in axes) == 0
 
 
 def _entries_before(entries: list[Any], route: Route, sizes: dict[Any, int]) -> list[Any]:

@@ -18,7 +18,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 )
 from flax_spmd._src.checkpoint.matching.differences import differences
 from flax_spmd._src.checkpoint.matching.matcher import match
-from flax_spmd._src.checkpoint.matching.routes import Route, Side
+from flax_spmd._src.checkpoint.matching.routes import Route, Side, grows
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, leaf_count
@@ -124,12 +124,17 @@ def plan_restore(
   problems += differences(saved, target.side, matched, changes)
   kept = [path for path in matched.missing if may_be_missing(changes, path)]
   routes.update((path, Route((), 'keep')) for path in kept)
+  grown = [path for path, route in matched.routes.items() if grows(route, saved.leaves)]
   problems += [
     Problem(
-      f'{path}: missing= keeps its value, but the target is abstract: {target.side.leaves[path]}.',
+      f'{path}: {text}, but the target is abstract: {target.side.leaves[path]}.',
       'pass a target with values, such as the result of layout.init.',
     )
-    for path in kept
+    for paths, text in (
+      (kept, 'missing= keeps its value'),
+      (grown, 'resized= keeps the rest of its values'),
+    )
+    for path in paths
     if isinstance(target.values[path], jax.ShapeDtypeStruct)
   ]
   problems += _too_wide(target.values, target.side.leaves)

@@ -174,11 +174,8 @@ def _blocks(
   """
   if not parts:
     return
-  dtype = parts[0].data.dtype
-  size = math.prod(shape) * dtype.itemsize
-  if parts[0].data.shape == shape and parts[0].data.flags.c_contiguous:
-    yield _bytes(parts[0].data)
-  elif size <= _BLOCK or not shape:
+  size = math.prod(shape) * parts[0].data.dtype.itemsize
+  if _is_whole(parts[0], shape) or size <= _BLOCK or not shape:
     yield _assembled(parts, shape, scratch)
   else:
     row = size // shape[0]
@@ -203,7 +200,15 @@ def _rows(part: ArrayBox, top: int, count: int) -> ArrayBox | None:
   return ArrayBox(data, (begin - top, *part.start[1:]))
 
 
+def _is_whole(part: ArrayBox, shape: tuple[int, ...]) -> bool:
+  """Whether a part is an array of this shape, in C order."""
+  return part.data.shape == shape and part.data.flags.c_contiguous
+
+
 def _assembled(parts: Sequence[ArrayBox], shape: tuple[int, ...], scratch: np.ndarray) -> np.ndarray:
+  """The bytes of an array in C order; a part that is all of it is not copied."""
+  if _is_whole(parts[0], shape):
+    return _bytes(parts[0].data)
   dtype = parts[0].data.dtype
   size = math.prod(shape) * dtype.itemsize
   raw = scratch[:size] if size <= scratch.size else np.empty(size, np.uint8)

@@ -49,6 +49,9 @@ class Changes:
     axes: replacements of logical names whose meaning is unchanged, old to new.
     moved: logical name, or names, of dimensions that may change position, as when a scan's axis changes.
       Optimizer state and unnamed leaves of the same modules follow.
+    resized: logical name, or names, of dimensions that may have another size, as when a model grows: more layers, a larger
+      vocabulary. The part that both sides have, from the first index on, is restored; the target keeps its own values of
+      the rest. Optimizer state and unnamed leaves of the same modules follow.
     dtypes: `'keep'` allows no cast, `'cast'` allows casts between floats that lose no digits. A mapping
       allows the casts that it lists, lossy or not: `{'float32': 'bfloat16'}`.
     missing: regular expression. Target leaves whose paths it matches may be missing from the checkpoint, and
@@ -76,6 +79,7 @@ class Changes:
   stacks: tuple[tuple[str, str | tuple[str, int]], ...]
   axes: tuple[tuple[str, str], ...]
   moved: tuple[str, ...]
+  resized: tuple[str, ...]
   dtypes: Literal['keep', 'cast'] | tuple[tuple[str, str], ...]
   missing: str | None
   unused: str | None
@@ -89,19 +93,21 @@ class Changes:
     stacks: Mapping[str, str | tuple[str, int]] | None = None,
     axes: Mapping[str, str] | None = None,
     moved: str | Iterable[str] = (),
+    resized: str | Iterable[str] = (),
     dtypes: Dtypes = 'keep',
     missing: str | None = None,
     unused: str | None = None,
     only: str | None = None,
   ):
     mappings = {'renames': renames, 'rearranged': rearranged, 'stacks': stacks, 'axes': axes}
-    _check_types(mappings, moved, {'missing': missing, 'unused': unused, 'only': only})
+    of_names = {'moved': _several(moved), 'resized': _several(resized)}
+    _check_types(mappings, of_names, {'missing': missing, 'unused': unused, 'only': only})
     values = {
       'renames': tuple((old, _replacement(new)) for old, new in dict(renames or ()).items()),
       'rearranged': tuple(dict(rearranged or ()).items()),
       'stacks': tuple(dict(stacks or ()).items()),
       'axes': tuple(dict(axes or ()).items()),
-      'moved': (moved,) if isinstance(moved, str) else tuple(sorted(set(moved))),
+      **{name: tuple(sorted(set(value))) for name, value in of_names.items()},
       'dtypes': _dtypes(dtypes),
       'missing': missing,
       'unused': unused,
@@ -120,28 +126,35 @@ class Changes:
       value = getattr(self, field.name)
       if value == getattr(NO_CHANGES, field.name):
         continue
-      if field.name == 'moved' and len(value) == 1:
-        value = value[0]
-      elif field.name != 'moved' and isinstance(value, tuple):
+      if field.name in ('moved', 'resized'):
+        value = value[0] if len(value) == 1 else value
+      elif isinstance(value, tuple):
         value = dict(value)
       texts.append(f'{field.name}={value!r}')
     return f'Changes({", ".join(texts)})'
 
 
-def _check_types(mappings: Mapping[str, Any], moved: Any, optional: Mapping[str, Any]) -> None:
+def _several(names: Any) -> Any:
+  if isinstance(names, str):
+    return (names,)
+  return tuple(names) if isinstance(names, Iterable) else names
+
+
+def _check_types(
+  mappings: Mapping[str, Any], of_names: Mapping[str, Any], optional: Mapping[str, Any]
+) -> None:
   """Raises CheckpointError, listing every argument of the wrong type."""
   wrong = [f'{name}={value!r}' for name, value in mappings.items() if not _is_mapping(value)]
   renames = mappings['renames']
   if _is_mapping(renames) and not all(map(_is_replacement, dict(renames or ()).values())):
     wrong.append(f'renames={renames!r}')
-  if not _is_strings((moved,) if isinstance(moved, str) else moved):
-    wrong.append(f'moved={moved!r}')
+  wrong += [f'{name}={value!r}' for name, value in of_names.items() if not _is_strings(value)]
   wrong += [f'{name}={value!r}' for name, value in optional.items() if not isinstance(value, str | None)]
   if wrong:
     raise CheckpointError(
       f'Changes(...) does not take {", ".join(wrong)}.\n'
-      'Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved is a name or several, and '
-      'missing, unused and only are strings.'
+      'Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or several, '
+      'and missing, unused and only are strings.'
     )
 
 

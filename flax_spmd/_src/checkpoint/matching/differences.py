@@ -91,7 +91,11 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
       yield Problem(f'rearranged: {pattern!r} matches no path of the checkpoint.', _SHOW)
   names = {name for side in sides for leaf in side.values() for name in leaf.names or ()}
   texts = {name for name in names if isinstance(name, str)}
-  for argument, given in (('moved', changes.moved), ('axes', [old for old, _ in changes.axes])):
+  for argument, given in (
+    ('moved', changes.moved),
+    ('resized', changes.resized),
+    ('axes', [old for old, _ in changes.axes]),
+  ):
     for name in given:
       if name not in texts:
         yield Problem(f'{argument}: no dimension is named {name!r}.{did_you_mean(name, texts)}', _SHOW)
@@ -201,10 +205,27 @@ def _of_leaf(
     yield Problem(text, _key_fix(converted, target))
   elif converted.shape != target.shape:
     as_many = math.prod(converted.shape) == math.prod(target.shape) > 1
-    fix = _ARRANGED_FIX if as_many and converted.names is None and not _has_names(saved) else _LEAF_FIX
+    fix = (
+      _ARRANGED_FIX
+      if as_many and converted.names is None and not _has_names(saved)
+      else _shape_fix(names, converted, target)
+    )
     yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', fix)
   elif converted.dtype != target.dtype:
     yield from _other_dtype(path, converted, target, changes)
+
+
+def _shape_fix(names: tuple[Any, ...] | None, converted: LeafRecord, target: LeafRecord) -> str:
+  """The fix of another shape; if only named dimensions have another size, the part that both sides have may be restored."""
+  if len(converted.shape) != len(target.shape):
+    return _LEAF_FIX
+  unnamed = (None,) * len(target.shape)
+  each = zip(converted.shape, target.shape, names or unnamed, target.names or unnamed, strict=True)
+  resized = [one if two is None else two for a, b, one, two in each if a != b]
+  if None in resized:
+    return _LEAF_FIX
+  given = Changes(resized=map(str, resized))
+  return f'{_SIZES}restore the part that both have: {given!r}; or {_KEEP}'
 
 
 def _has_names(side: Side) -> bool:
@@ -305,7 +326,6 @@ _ARRANGED_FIX = (
   'give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass '
   "Changes(rearranged={'regex': 'out in -> in out'})."
 )
-_LEAF_FIX = (
-  "give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: "
-  "Changes(missing='regex', unused='regex')."
-)
+_SIZES = 'give the model the sizes and dtypes that it was saved with; or '
+_KEEP = "keep the target's value of another shape: Changes(missing='regex', unused='regex')."
+_LEAF_FIX = _SIZES + _KEEP

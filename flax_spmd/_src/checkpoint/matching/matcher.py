@@ -26,6 +26,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.checkpoint.matching.moved_axes import inferred_moves
 from flax_spmd._src.checkpoint.matching.optimizer_states import StateField, moved_states, state_fields
+from flax_spmd._src.checkpoint.matching.resized_dimensions import resized_leaves
 from flax_spmd._src.checkpoint.matching.routes import (
   Route,
   Side,
@@ -66,6 +67,7 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
   moved, ambiguous = inferred_moves(candidates, saved, target)
   matcher.problems += ambiguous
   candidates |= moved
+  candidates |= resized_leaves(candidates, saved, target, changes)
   routes = {
     path: with_keys(route, record_of(route, saved.leaves), target.leaves[path])
     for path, route in candidates.items()
@@ -247,7 +249,7 @@ class _Matcher:
     axis = self._axis(stack, path, leaf, record_of(found[0], self.saved))
     if axis is None:
       return self._placeholder(path, tuple(s for part in found for s in part.sources), leaf)
-    if leaf is not None and leaf.shape[axis] != len(found):
+    if leaf is not None and leaf.shape[axis] != len(found) and not self.changes.resized:
       self._wrong_count(path, len(found), leaf.shape[axis])
     route = converted(found, 'stack', axis=axis)
     return self._arranged(route, merged, other) if merged else route
@@ -331,8 +333,17 @@ class _Matcher:
       for node in nodes(route) if route else ():
         if node.step == 'unstack':
           layers.setdefault((node.operands[0], node.axis), {})[node.layer] = path
+    stacked = {(operand, axis): record_of(operand, self.saved) for operand, axis in layers}
+    resized = {
+      record.shape[axis]
+      for (_, axis), record in stacked.items()
+      if (names := renamed_axes(self.changes, record.names)) and names[axis] in self.changes.resized
+    }
     for (operand, axis), paths in layers.items():
-      size, old = record_of(operand, self.saved).shape[axis], operand.sources[0]
+      size, old = stacked[operand, axis].shape[axis], operand.sources[0]
+      if size in resized:
+        checked.update((path, None) for layer, path in paths.items() if layer >= size)
+        continue
       for path in (path for layer, path in paths.items() if layer >= size):
         self._wrong(f'{path}: the checkpoint has only {plural(size, "layer")}, in {old}.', _COUNT)
       if len(paths) < size:

@@ -32,15 +32,15 @@ def inferred_moves(
   if not moves:
     return {}, []
   index = ParameterIndex(target)
-  orders = {_parent(index.parameter_of(path)): order for path, order in moves.items()}
-  scanned = _scanned(moves, target, index)
+  orders = {parent(index.parameter_of(path)): order for path, order in moves.items()}
+  scanned = scanned_folders(moves, target, index)
   inferred, ambiguous = {}, []
   for path, route in routes.items():
     if not route or route.step != 'same':
       continue
     old, new = saved.leaves[route.sources[0]], target.leaves[path]
     parameter = index.parameter_of(path)
-    order = orders.get(_parent(parameter))
+    order = orders.get(parent(parameter))
     inside = next((top for top in scanned if parameter.startswith(top)), None)
     if None not in (old.names, new.names) or (order is None and inside is None):
       continue
@@ -56,8 +56,14 @@ def inferred_moves(
   return inferred, ambiguous
 
 
-def _scanned(moves: Iterable[str], target: Side, index: ParameterIndex) -> dict[str, str]:
-  """The largest folders in which every named leaf moves, each with the module of one of those leaves."""
+def scanned_folders(moves: Iterable[str], target: Side, index: ParameterIndex) -> dict[str, str]:
+  """The largest folders in which every named leaf moves, each with the module of one of those leaves.
+
+  Args:
+    moves: paths of the leaves that move.
+    target: leaves of the target.
+    index: their parameters.
+  """
   movers = {index.parameter_of(path) for path in moves}
   stay = {
     f'{folder}/'
@@ -69,7 +75,7 @@ def _scanned(moves: Iterable[str], target: Side, index: ParameterIndex) -> dict[
   for path in movers:
     free = [folder for folder in _folders(path) if f'{folder}/' not in stay]
     if free:
-      scanned[f'{free[0]}/'] = _parent(path)
+      scanned[f'{free[0]}/'] = parent(path)
   return scanned
 
 
@@ -79,7 +85,8 @@ def _folders(path: str) -> list[str]:
   return ['/'.join(names[: n + 1]) for n in range(len(names))]
 
 
-def _parent(path: str) -> str:
+def parent(path: str) -> str:
+  """The path of the module that a leaf is in."""
   return path.rpartition('/')[0]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from flax_spmd._src.checkpoint.matching.arrangements import Rearrangement
 from flax_spmd._src.checkpoint.storage.record import (
@@ -22,7 +23,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   typed_keys,
 )
 
-Step = Literal['same', 'keep', 'stack', 'unstack', 'move', 'rearrange', 'keys']
+Step = Literal['same', 'keep', 'stack', 'unstack', 'move', 'rearrange', 'resize', 'keys']
 
 
 class Side(NamedTuple):
@@ -47,6 +48,7 @@ class Route(NamedTuple):
     layer: index along the stacked dimension, for `unstack`.
     order: saved dimension of each target dimension, for `move`.
     rearrangement: for `rearrange`.
+    shape: shape of the result, for `resize`: the part that both sides have is that of the operand.
     dtype: dtype of the result, for `keys`: random keys change between typed keys and their numbers.
     parts: routes of the operands; empty if these are the sources themselves.
   """
@@ -57,6 +59,7 @@ class Route(NamedTuple):
   layer: int = 0
   order: tuple[int, ...] = ()
   rearrangement: Rearrangement | None = None
+  shape: tuple[int, ...] = ()
   dtype: str = ''
   parts: tuple[Route, ...] = ()
 
@@ -97,13 +100,14 @@ def record_of(route: Route, saved: Mapping[str, LeafRecord]) -> LeafRecord:
   return after(record_of(route.operands[0], saved), route, len(route.operands))
 
 
-def evaluated(route: Route, leaf: Callable[[str], Any], xp: Any) -> Any:
+def evaluated(route: Route, leaf: Callable[[str], Any], xp: Any, own: Any = None) -> Any:
   """The leaf that a route computes.
 
   Args:
     route: its route.
     leaf: function from a saved path to the array.
     xp: numpy, or jax.numpy.
+    own: the target's own value, which a leaf that grows keeps in part.
   """
   if route.is_source:
     return leaf(route.sources[0])
@@ -114,9 +118,30 @@ def evaluated(route: Route, leaf: Callable[[str], Any], xp: Any) -> Any:
     return operands[0][(slice(None),) * route.axis + (route.layer,)]
   if route.rearrangement is not None:
     return route.rearrangement.apply(operands[0])
+  if route.step == 'resize':
+    return _resized(operands[0], route.shape, xp, own)
   if route.step == 'keys':
     return _keys(operands[0], route.dtype)
   return xp.transpose(operands[0], route.order) if route.step == 'move' else operands[0]
+
+
+def _resized(x: Any, shape: tuple[int, ...], xp: Any, own: Any) -> Any:
+  both = tuple(slice(min(sizes)) for sizes in zip(x.shape, shape, strict=True))
+  if x[both].shape == shape:
+    return x[both]
+  if xp is not np:
+    return own.at[both].set(x[both].astype(own.dtype))
+  result = np.array(own)
+  result[both] = x[both]
+  return result
+
+
+def grows(route: Route, saved: Mapping[str, LeafRecord]) -> bool:
+  """Whether a leaf keeps some of the target's own values beside those of the checkpoint."""
+  if route.step != 'resize':
+    return False
+  sizes = zip(record_of(route.operands[0], saved).shape, route.shape, strict=True)
+  return any(new > old for old, new in sizes)
 
 
 def _keys(x: Any, dtype: str) -> Any:
@@ -169,6 +194,8 @@ def after(leaf: LeafRecord, route: Route, layers: int) -> LeafRecord:
       shape=tuple(shape[d] for d in route.order),
       names=None if names is None else tuple(names[d] for d in route.order),
     )
+  if route.step == 'resize':
+    return leaf._replace(shape=route.shape)
   if route.rearrangement is not None:
     return leaf._replace(shape=route.rearrangement.shape, names=route.rearrangement.names(leaf.names))
   if route.step == 'keys':

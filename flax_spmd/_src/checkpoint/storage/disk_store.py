@@ -10,7 +10,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import filelock
@@ -38,7 +38,7 @@ from flax_spmd.errors import (
 LOCK_SECONDS = 30.0  # it is held for one small write
 _LOCK = '.flax_spmd.lock'
 _PART = '.flax_spmd.part'  # the ending of a file that is being written
-_THREADS = 16  # they wait for the disk, which makes many files durable in the time of one
+_THREADS = 16  # they wait for the disk
 _PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4)
 _CHANGING = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY}
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -164,16 +164,12 @@ class DiskStore:
     top = self._path(folder_or_file)
     with self._errors('write', folder_or_file):
       if top.is_file():
-        _sync_file(top)
-        self._sync_above(top)
+        self._sync(top.parent, files=[top])
         return
       entries = list(_below(top))
       folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
       files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
-      with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(_sync_file, files))
-        list(threads.map(sync_folder, [*folders, top]))
-      self._sync_above(top)
+      self._sync(top, folders, files)
 
   def _path(self, name: str) -> Path:
     return Path(self.root, checked(name, self.root))
@@ -197,8 +193,7 @@ class DiskStore:
           _sync_file(part)
         _replace(path, part)
     if durable:
-      sync_folder(path.parent)
-      self._sync_above(path.parent)
+      self._sync(path.parent)
     return _tag(data)
 
   @contextlib.contextmanager
@@ -222,16 +217,23 @@ class DiskStore:
     finally:
       lock.release()
 
-  def _sync_above(self, folder: Path) -> None:
-    """Makes the folders above a folder durable, up to the mount; without those that may not be read."""
-    if folder in self._durable:
-      return
-    inner = Path(os.path.realpath(folder))
-    while not os.path.ismount(inner):
+  def _sync(self, top: Path, folders: Sequence[Path] = (), files: Sequence[Path] = ()) -> None:
+    """Syncs a folder, folders and files below it, and the folders above it, up to the mount or one that is durable.
+
+    All at once: a disk makes many of them durable in the time of one.
+    """
+    above: list[Path] = []
+    inner = Path(os.path.realpath(top))
+    while inner not in self._durable and not os.path.ismount(inner):
+      above.append(inner)
       inner = inner.parent
-      with contextlib.suppress(PermissionError):
-        sync_folder(inner)
-    self._durable.add(folder)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+      syncs = [threads.submit(_sync_file, file) for file in files]
+      syncs += [threads.submit(sync_folder, folder) for folder in (*folders, top)]
+      syncs += [threads.submit(_sync_if_readable, folder.parent) for folder in above]
+    for each in syncs:
+      each.result()
+    self._durable.update(above)
 
   @contextlib.contextmanager
   def _errors(self, verb: str, name: str) -> Iterator[None]:
@@ -321,6 +323,11 @@ def sync_folder(path: Path) -> None:
       raise
   finally:
     os.close(descriptor)
+
+
+def _sync_if_readable(folder: Path) -> None:
+  with contextlib.suppress(PermissionError):
+    sync_folder(folder)
 
 
 def _below(folder: Path) -> Iterator[os.DirEntry[str]]:

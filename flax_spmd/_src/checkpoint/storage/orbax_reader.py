@@ -23,6 +23,7 @@ from flax_spmd._src.checkpoint.storage.orbax_folders import (
   part_with_arrays,
   read_metadata,
 )
+from flax_spmd._src.checkpoint.storage.parsed_json import unreadable
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
@@ -40,6 +41,7 @@ from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
 from flax_spmd._src.data.host_values import placed, put
+from flax_spmd._src.joint_call import first_line
 from flax_spmd.errors import CheckpointDamagedError, raise_problems
 
 _ARRAYS = 'array_metadatas'
@@ -138,10 +140,7 @@ class OrbaxReader:
       path for path, leaf in leaves.items() if is_key(records[path]) and str(leaf.dtype) == 'uint32'
     ]
     if wrong:
-      raise CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: the kind of random keys is lost, for {", ".join(wrong)}.\n'
-        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
-      )
+      raise unreadable(self.path, f'the kind of random keys is lost, for {", ".join(wrong)}')
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
     paths, records = list(self.record.leaves), list(self.record.leaves.values())
@@ -200,10 +199,7 @@ class OrbaxReader:
       refused = refusal(error, self.path)
       if refused is None and (isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)):
         raise
-      raise refused or CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
-        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
-      ) from error
+      raise refused or unreadable(self.path, first_line(error)) from error
 
   def _name(self) -> str | None:
     return self._part or part_with_arrays(self.folder)
@@ -291,7 +287,7 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
     refused = refusal(error, path)
     if refused is not None:
       raise refused from error
-    tree, reason = None, (str(error).splitlines() or [''])[0][:500].rstrip('.')
+    tree, reason = None, first_line(error)
   if tree is None:
     raise CheckpointDamagedError(
       f'Checkpoint {path} cannot be read: {reason}.\n'

@@ -61,6 +61,14 @@ def damaged_file(path: Any, file: str, reason: str) -> CheckpointDamagedError:
   )
 
 
+def unreadable(path: Any, reason: str) -> CheckpointDamagedError:
+  """The error for a checkpoint whose files do not belong together, or do not read."""
+  return CheckpointDamagedError(
+    f'Checkpoint {path} cannot be read: {reason}.\n'
+    'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
+  )
+
+
 def reason_of(error: Exception) -> str:
   """The reason of an error, for a text that names the file."""
   if isinstance(error, KeyError):

@@ -12,11 +12,18 @@ import threading
 
 from flax_spmd._src.checkpoint.storage.head import is_generation
 from flax_spmd._src.checkpoint.storage.liveness import BEAT, drop, is_dead, new_token
-from flax_spmd._src.checkpoint.storage.process_identity import parsed_identity, this_process
+from flax_spmd._src.checkpoint.storage.process_identity import (
+  ProcessIdentity,
+  parsed_identity,
+  this_process,
+)
 from flax_spmd._src.checkpoint.storage.store import Store
 from flax_spmd.errors import CheckpointError
 
 PIN = 'pin-'
+_UNKNOWN = ProcessIdentity(
+  '', '', 0, ''
+)  # of a pin that a newer version may have written: it is watched
 
 
 class Pin:
@@ -89,10 +96,10 @@ def is_pin(name: str) -> bool:
 
 def _is_dead(store: Store, name: str, token: str) -> bool:
   stored = store.read(name)
-  if stored is None:
+  if stored is None or not stored[0].strip(b'\0'):  # of a power cut
     return True
   try:
     holder = parsed_identity(json.loads(stored[0])['holder'])
-  except (ValueError, KeyError, TypeError):
-    return True
+  except (ValueError, KeyError, TypeError, RecursionError):
+    holder = _UNKNOWN
   return is_dead(store, name, holder, token, stored[1])

@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.parsed_json import unreadable
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import checked
@@ -29,16 +30,12 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   started,
 )
 from flax_spmd._src.data.host_values import placed
+from flax_spmd._src.joint_call import first_line
 from flax_spmd.errors import CheckpointDamagedError
 
 _STATE, _VERSION = 'optimizer', 'version'
-_NATIVE_BFLOAT16 = (
-  3  # the first version that writes bfloat16 as such; earlier ones write its bits as uint16
-)
+_NATIVE_BFLOAT16 = 3  # the first version that writes it as such; earlier ones write its bits as uint16
 _DRIVERS = ('zarr', 'zarr3')
-_FIX = (
-  'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
-)
 
 
 def is_t5x(content: Any) -> bool:
@@ -90,9 +87,7 @@ class T5xReader:
     flat = skeleton.flatten(self._with_arrays(tree, content.get(_VERSION, 0)))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     if not self._by_path:
-      raise CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: {file.name} has no arrays.\n{_FIX}'
-      )
+      raise unreadable(self.path, f'{file.name} has no arrays')
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
     self.record = Record(flat.skeleton, leaves, {}, None, 't5x')
 
@@ -125,9 +120,7 @@ class T5xReader:
     ) as error:  # numpy parses dtypes
       if isinstance(error, CheckpointDamagedError):
         raise
-      raise CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: the description {str(spec)[:500]} of an array is invalid.\n{_FIX}'
-      ) from error
+      raise unreadable(self.path, f'the description {str(spec)[:500]} of an array is invalid') from error
     return StoredArray(
       name, spec['driver'], shape, dtype_of('bfloat16') if is_bfloat16 else stored, stored
     )
@@ -160,10 +153,8 @@ class T5xReader:
     """Starts the reads of slices of an array."""
     array, store = self._by_path[path], self._result(path, future)
     if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
-      raise CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: its description is {array.stored}{list(array.shape)}, and '
-        f'{array.folder} has {store.dtype.name}{list(store.shape)}.\n{_FIX}'
-      )
+      found = f'{array.folder} has {store.dtype.name}{list(store.shape)}'
+      raise unreadable(self.path, f'its description is {array.stored}{list(array.shape)}, and {found}')
     return started(store, request)
 
   def _array(self, path: str, request: Any, reads: Mapping[Index, Any]) -> Any:
@@ -177,6 +168,4 @@ class T5xReader:
     try:
       return future.result()
     except (ValueError, OSError) as error:
-      raise refusal(error, self.path) or CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n{_FIX}'
-      ) from error
+      raise refusal(error, self.path) or unreadable(self.path, first_line(error)) from error
