@@ -33,8 +33,9 @@ from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.trace_scope import trace_scope
+from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.multihost import joint
+from flax_spmd._src.multihost import joint, named
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.pipeline import carried_order, garbage_collection
 from flax_spmd._src.pipeline.argument_checks import (
@@ -401,9 +402,7 @@ class LoweredPipelineStep:
     """
     setting = self._traced._setting
     submeshes.check_concrete(setting.mesh)
-    with joint(
-      'pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError
-    ):
+    with joint('pipeline', f'The compilation of {setting.name}', setting.processes, PipelineError):
       return self.compile_jointly()
 
   def _check_agreement(self, stages: LoweredStages) -> None:
@@ -438,9 +437,14 @@ class LoweredPipelineStep:
     memory.check(peaks, setting.ranks)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     result, request = jax.tree.structure(self._traced._result), self._traced._request
-    holders = self._holders(machine)
+    call, holders = current_call(), self._holders(machine)
+    name = (
+      f'{setting.name} (compilation {call.number + 1} of {named(setting.processes)})'
+      if call
+      else setting.name
+    )
     return CompiledPipeline(
-      setting, request, result, machine, holders, executables, peaks, host_peaks, times
+      setting, request, result, name, machine, holders, executables, peaks, host_peaks, times
     )
 
   def _holders(self, machine: Machine) -> list[set[int]]:

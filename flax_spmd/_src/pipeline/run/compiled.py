@@ -18,7 +18,7 @@ from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, joint
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
-from flax_spmd._src.pipeline.run.agreement import check_same_arguments
+from flax_spmd._src.pipeline.run.agreement import check_same_arguments, check_same_order
 from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.rank_watch import RankWatch
@@ -37,6 +37,7 @@ class CompiledPipeline:
     setting: the settings of the pipeline.
     request: the arguments that it was compiled for.
     result: tree structure of the result.
+    name: name of the pipeline, equal on all of its processes and unlike that of any other.
     holders: per argument, the processes that have to pass the same value.
     machine, executables, memory, host_memory, times: the attributes.
 
@@ -53,6 +54,7 @@ class CompiledPipeline:
     setting: Setting,
     request: Request,
     result: Any,
+    name: str,
     machine: Machine,
     holders: Sequence[Collection[int]],
     executables: Mapping[StageProgram, Executable],
@@ -61,6 +63,7 @@ class CompiledPipeline:
     times: dict[str, float],
   ):
     self._setting, self._request, self._result = setting, request, result
+    self._name = name
     self._arguments = setting.arguments
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
     self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
@@ -143,8 +146,11 @@ class CompiledPipeline:
   def _run(self, machine: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> Any:
     """The results of the machine; over several processes, under the watch.
 
-    The first time, and for new shardings of arguments, processes compare the arguments.
+    Processes compare their pipelines unless it is that of the step before; the first time, and for new shardings of
+    arguments, also the arguments.
     """
+    if self._several and self._watch.earlier_failure is None:
+      check_same_order(self._setting, self._name)
     if not self._is_compared:
       self._compare(leaves)
     check = functools.partial(self._check_kept, leaves)
