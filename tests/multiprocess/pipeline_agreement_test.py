@@ -527,3 +527,31 @@ report([each() for each in (a, b, b, c, b, a, a, b) if each is not None])
 """
   results = run_processes(SETUP + ORDER + source, processes=3, devices=1, timeout=100)
   assert [result.value for result in results] == [[0.58] * 8, [0.58] * 4, [0.58] * 4]
+
+
+def test_a_number_that_differs_in_a_later_step():
+  """Every 256th step compares what comes from the host; a request in each step would cost more than it finds."""
+  source = """
+def step(w, batch, rate, key):
+  loss = lambda w, x: ((pipeline.stage_end(jnp.tanh(x @ w['a'])) @ w['b']) ** 2).mean()
+  loss, grads = pipeline.accumulate(
+    lambda x: jax.value_and_grad(loss)(w, x), batch, pipeline.OneFOneB(2), pipeline.Mean)
+  scale = rate + 0 * jax.random.uniform(key)
+  return jax.tree.map(lambda w, g: w - scale * g, w, grads), loss
+
+step = spmd.Layout({'stage': 2}, ()).pipeline_jit(step, timeout=20)
+keys = list(jax.random.split(jax.random.key(0), 513))
+w = {n: np.eye(4, dtype=np.float32) for n in 'ab'}
+for number in range(1, 1000):
+  late = me and number > 300
+  try:
+    w, loss = step(w, np.full((2, 4, 4), 1, np.float32), np.float32(0.3 if late else 1 / number), keys[number])
+  except spmd.errors.FlaxSpmdError as error:
+    report([number, type(error).__name__, *str(error).splitlines()])
+    break
+"""
+  for result in run_processes(SETUP + source, processes=2, devices=1, timeout=100):
+    number, kind, rate, fix = result.value
+    assert (number, kind) == (512, 'LayoutError')
+    assert rate == 'argument 2 (float32[]): 0.001953125 in process 0, 0.30000001192092896 in process 1.'
+    assert fix == SAME_ARGUMENTS

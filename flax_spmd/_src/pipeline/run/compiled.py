@@ -29,6 +29,9 @@ from flax_spmd._src.pipeline.schedules.tasks import Task, parse
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
+_COMPARED_EVERY = 256  # steps; a comparison takes as long as some transfers
+_LARGE = 1 << 12  # bytes; a larger argument is data
+
 
 class CompiledPipeline:
   """A pipeline that can be run on arguments of one structure.
@@ -69,7 +72,7 @@ class CompiledPipeline:
     self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
     self._several = several = len(setting.processes) > 1
     self._watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.transfers.progress)
-    self._is_compared, self._holders = not several, holders
+    self._is_compared, self._holders, self._steps = not several, holders, 0
     self.machine, self.executables, self.times = machine, executables, times
     self.memory, self.host_memory = memory, host_memory
 
@@ -147,12 +150,17 @@ class CompiledPipeline:
     """The results of the machine; over several processes, under the watch.
 
     Processes compare their pipelines unless it is that of the step before; the first time, and for new shardings of
-    arguments, also the arguments.
+    arguments, also the arguments; and now and then those that come from the host, such as learning rates.
     """
     if self._several and self._watch.earlier_failure is None:
       check_same_order(self._setting, self._name)
+    self._steps += 1
     if not self._is_compared:
-      self._compare(leaves)
+      self._compare(leaves, range(len(leaves)))
+      self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
+      self._is_compared = True
+    elif self._several and not self._steps % _COMPARED_EVERY:
+      self._compare(leaves, [number for number, leaf in enumerate(leaves) if _is_number(leaf)])
     check = functools.partial(self._check_kept, leaves)
     if self._several:
       return self._watch.run(lambda: machine(leaves), check)
@@ -165,7 +173,8 @@ class CompiledPipeline:
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in read):
       check_usable(named_arguments(self._request.treedef.unflatten(leaves)))
 
-  def _compare(self, leaves: Sequence[Any]) -> None:
+  def _compare(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Raises on every process if arguments differ that have to be alike; compares those with these numbers."""
     setting, named = self._setting, named_arguments(self._request.treedef.unflatten(leaves))
     with joint(
       'pipeline arguments',
@@ -174,9 +183,8 @@ class CompiledPipeline:
       PipelineError,
     ):
       self._check_kept(leaves)
-      check_same_arguments(setting, named, self._holders)
-    self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
-    self._is_compared = True
+      holders = [self._holders[number] for number in numbers]
+      check_same_arguments(setting, [named[number] for number in numbers], holders)
 
   def leaves(self, args, kwargs) -> list[Any] | None:
     """The leaves of arguments; None if the pipeline was compiled for other ones."""
@@ -233,3 +241,9 @@ class CompiledPipeline:
     )
     both = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
     return first_lines(differences(*both) or ['  the tree structures differ'])
+
+
+def _is_number(leaf: Any) -> bool:
+  """Whether an argument is a number, a key or a small array that is not the result of a pipeline."""
+  on_mesh = isinstance(getattr(leaf, 'sharding', None), NamedSharding)
+  return not on_mesh and getattr(leaf, 'nbytes', 0) <= _LARGE
