@@ -59,7 +59,6 @@ from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
 from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
-from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
 from flax_spmd._src.pipeline.run.host_copies import with_host_copies
@@ -391,7 +390,7 @@ class LoweredPipelineStep:
       rank 0 -> rank 1            float32[8,4] of microbatch 0
       rank 1: fwd_1__0            2 arrays -> 1 array
     """
-    return listing(self.call_list)
+    return str(self.call_list)
 
   def compile(self) -> CompiledPipeline:
     """Compiles the programs in parallel.
@@ -431,9 +430,8 @@ class LoweredPipelineStep:
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1
     machine = assembler.machine(self._joined.results, threads)
-    peaks, host_peaks = stages.footprint.peaks(
-      {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
-    )
+    temporaries = {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()}
+    peaks, host_peaks = memory.peaks(stages, temporaries)
     memory.check(peaks, setting.ranks)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     result, request = jax.tree.structure(self._traced._result), self._traced._request

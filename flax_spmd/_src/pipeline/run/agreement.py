@@ -42,7 +42,6 @@ from flax_spmd._src.multihost import (
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
 from flax_spmd._src.pipeline.cut.equations import Constant
 from flax_spmd._src.pipeline.run.call_list import Call, CallList
-from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.request import Request, Setting
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -223,7 +222,7 @@ def task_lines(call_list: CallList) -> Iterator[str]:
     if isinstance(one, Call):
       yield f'task {counts[rank]} of rank {rank}: {one}'
     else:
-      yield f'transfer {counts[rank]}: {send_text(one)}'
+      yield f'transfer {counts[rank]}: {one}'
     counts[rank] += 1
 
 
