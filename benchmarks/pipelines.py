@@ -295,9 +295,8 @@ class NothingSent(process_transfer.ProcessTransfer):
   def _run(self, arrays):
     if not self._receives:
       return []
-    forms = zip(self._rows, self._target, strict=True)
-    zeros = [self._shared.zeros(row.shape, row.dtype, sharding) for row, sharding in forms]
-    return self._original(list(map(jnp.copy, zeros)))  # programs may overwrite them
+    zeros = map(self._shared.zeros, self._avals, self._target)
+    return list(map(jnp.copy, zeros))  # programs may overwrite them
 
 
 def minimum_cut_figures() -> list[Figure]:

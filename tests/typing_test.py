@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import flax_spmd as spmd
 from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions
 from flax_spmd._src.jit.jit_options import JitOptions
-from flax_spmd._src.pipeline.pipeline_options import PipelineOptions
+from flax_spmd._src.pipeline.run.request import PipelineOptions
 from flax_spmd._src.plan.rows import Row
 
 

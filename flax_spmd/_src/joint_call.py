@@ -68,6 +68,7 @@ class JointCall:
     other_error: class of the error here for an error of another process that is not of this package.
 
   Attributes:
+    number: its number among the calls of its kind, equal on all members.
     folder: key of everything that the processes exchange in this call.
   """
 
@@ -81,13 +82,13 @@ class JointCall:
   ):
     self._error_of, self._other_error = error_of or self._same_error, other_error
     self._members = list(range(jax.process_count()) if members is None else members)
-    self._kind, self._number = kind, next(_numbers(kind))
-    _made[kind] = self._number + 1
+    self._kind, self.number = kind, next(_numbers(kind))
+    _made[kind] = self.number + 1
     self._has_announced = self._is_undone = self._is_abandoned = False
     self._question = Question()
     self._subject, self._outer = subject, _current.get()
     self._counts: dict[Any, Iterator[int]] = {}
-    self.folder = f'{_PREFIX}/{kind}/{self._number}'
+    self.folder = f'{_PREFIX}/{kind}/{self.number}'
 
   @contextlib.contextmanager
   def entered(self) -> Iterator[None]:
@@ -147,9 +148,9 @@ class JointCall:
     """The error for processes that have ended without this call."""
     for process, text in sorted(values_by_process(_ENDED).items()):
       calls = json.loads(text).get(self._kind, 0)
-      if process in self._members and calls <= self._number:
+      if process in self._members and calls <= self.number:
         return errors.LayoutError(
-          f'{self._subject} is call {self._number + 1} of {self._kind!r} in process {jax.process_index()}, and process '
+          f'{self._subject} is call {self.number + 1} of {self._kind!r} in process {jax.process_index()}, and process '
           f'{process} has ended after {calls}.\n'
           'Fix: make the same calls on every process, equally often and in the same order.'
         )
@@ -164,7 +165,7 @@ class JointCall:
       return None
     me = jax.process_index()
     members = None if len(self._members) == jax.process_count() else self._members
-    self._announce(json.dumps([self._kind, self._number, self._subject, _made, members]))
+    self._announce(json.dumps([self._kind, self.number, self._subject, _made, members]))
     for process, text in sorted(values_by_process(_WAITING).items()):
       if process not in self._members or not text:
         continue
@@ -172,7 +173,7 @@ class JointCall:
       if (
         me not in (others or [me])
         or number < _made.get(kind, 0)
-        or made.get(self._kind, 0) > self._number
+        or made.get(self._kind, 0) > self.number
       ):
         continue
       here, there = (each[:1].lower() + each[1:] for each in (self._subject, subject))
@@ -183,7 +184,7 @@ class JointCall:
       )
       _count(kind, number)
       folder = f'{_PREFIX}/{kind}/{number}'
-      publish(f'{folder}/crossed', json.dumps([self._kind, self._number]), replaces=False)
+      publish(f'{folder}/crossed', json.dumps([self._kind, self.number]), replaces=False)
       self._publish(folder, error)
       return error
     return None
@@ -196,7 +197,7 @@ class JointCall:
     if not _is_in_front():
       return None
     for process, other in self._question.answers(self._members).items():
-      if other.calls.get(self._kind, 0) <= self._number and other.programs > programs():
+      if other.calls.get(self._kind, 0) <= self.number and other.programs > programs():
         self._undo()
         subject = self._subject[:1].lower() + self._subject[1:]
         return errors.LayoutError(
@@ -213,8 +214,8 @@ class JointCall:
   def _undo(self) -> None:
     """Takes the call back, and those around it."""
     self._is_undone = True
-    if _made.get(self._kind) == self._number + 1:
-      _made[self._kind], _counters[self._kind] = self._number, itertools.count(self._number)
+    if _made.get(self._kind) == self.number + 1:
+      _made[self._kind], _counters[self._kind] = self.number, itertools.count(self.number)
     if self._outer is not None:
       self._outer._undo()
 
@@ -235,9 +236,9 @@ class JointCall:
   def forget_earlier(self) -> None:
     """Removes what earlier calls have left. The first process calls this when all others are in this call."""
     if jax.process_count() > 1 and jax.process_index() == self._members[0]:
-      for number in range(_forgotten.get(self._kind, 0), self._number):
+      for number in range(_forgotten.get(self._kind, 0), self.number):
         forget(f'{_PREFIX}/{self._kind}/{number}')
-      _forgotten[self._kind] = self._number
+      _forgotten[self._kind] = self.number
 
 
 @contextlib.contextmanager

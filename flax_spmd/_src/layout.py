@@ -74,8 +74,8 @@ from flax_spmd.errors import LayoutError
 
 if TYPE_CHECKING:
   from flax_spmd._src.jit.jit_options import JitOptions
-  from flax_spmd._src.pipeline.pipeline_options import PipelineOptions
   from flax_spmd._src.pipeline.pipelined import Pipelined
+  from flax_spmd._src.pipeline.run.request import PipelineOptions
   from flax_spmd._src.pipeline.schedules.schedule import Schedule
 
 Key = TypeVar('Key')
@@ -563,8 +563,9 @@ class Layout:
         compiled: stages, schedule and mesh do not match, or the function cannot be cut. In a job of several
         processes a call also raises it if a rank of another process has ended or is stalled.
       MeshError: devices have no memory for `host_after`.
-      LayoutError: processes have other layouts, schedules or programs, or pass or close over other values; raised by
-        all, before anything runs. A process may pass zeros for the parts of the batch that it does not use.
+      LayoutError: processes have other layouts, schedules or programs, pass or close over other values, or call
+        pipelines in another order; raised by all, before arrays are sent. The guide "Pipelines" lists what is compared.
+        A process may pass zeros for the parts of the batch that it does not use.
 
     Example:
       >>> layout = Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))

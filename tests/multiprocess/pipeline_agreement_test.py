@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 
 from tests.processes import run_processes
 
@@ -417,3 +418,140 @@ local = jax.device_put(ones, NamedSharding(Mesh(np.array(jax.local_devices()), '
   assert found.pop('created') == found.pop('created across')
   assert found.pop('input') == 0.7616
   assert found == dict.fromkeys(found, 0.0568)
+
+
+ORDER = """
+import collections
+from flax_spmd._src import compat, multihost, whereabouts
+
+def of(width, microbatches=2, devices=None):
+  def step(w, batch):
+    loss = lambda w, x: ((pipeline.stage_end(jnp.tanh(x @ w['a'])) @ w['b']) ** 2).mean()
+    return pipeline.accumulate(
+      lambda x: jax.value_and_grad(loss)(w, x), batch, pipeline.OneFOneB(2), pipeline.Mean)[0]
+  step.__name__ = f'width_{width}'
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2] if devices is None else devices), ('stage',))
+  step_ = spmd.Layout(mesh, ()).pipeline_jit(step, timeout=20)
+  arguments = {n: np.eye(width, dtype=np.float32) for n in 'ab'}, np.ones((microbatches, 4, width), np.float32)
+  compiled = step_.compile(*arguments)
+  return lambda: outcome_of(compiled, *arguments)
+
+def outcome_of(function, *arguments):
+  try:
+    return round(float(function(*arguments)), 4)
+  except spmd.errors.FlaxSpmdError as error:
+    return [type(error).__name__, *str(error).splitlines()]
+"""
+SAME_ORDER = 'Fix: call pipelines in the same order on every process.'
+
+
+def test_pipelines_in_another_order():
+  """Their transfers were taken for each other: gloo ended both processes where sizes differ, else values were others'."""
+  source = """
+a, b, again = of(8), of(4), of(8)
+for first, second in ((a, b), (b, a), (a, again)):
+  report((second if me else first)())
+report([each() for each in (b, a, b, b, a, again)])
+"""
+  name = 'pipeline_jit of width_{0} (compilation {1} of processes 0-1)'.format
+  for result in run_processes(SETUP + ORDER + source, processes=2, devices=1, timeout=100):
+    *outcomes, steps = result.reported
+    assert outcomes == [
+      [
+        'LayoutError',
+        f'The next pipeline: {name(*first)} in process 0, {name(*second)} in process 1.',
+        SAME_ORDER,
+      ]
+      for first, second in (((8, 1), (4, 2)), ((4, 2), (8, 1)), ((8, 1), (8, 3)))
+    ]
+    assert steps == [0.58] * 6
+
+
+@pytest.mark.parametrize('repeats', [0, 1])
+def test_a_pipeline_instead_of_one_that_is_repeated(repeats):
+  """The process that repeats it makes no request before its step; it waits in the first transfer for the other one."""
+  source = f"""
+a, b = of(8), of(4)
+report([a(), b(), a()])
+report(a() if me == {repeats} else b())
+"""
+  step = 'a step of pipeline_jit of width_8'
+  change = 'the change to pipeline_jit of width_4 (compilation 2 of processes 0-1)'
+  calls = (change, step) if repeats else (step, change)
+  results = run_processes(SETUP + ORDER + source, processes=2, devices=1, timeout=100, check=False)
+  both = [f'Process {me} waits in {calls[me]}, and process {1 - me} in {calls[1 - me]}' for me in (0, 1)]
+  for result in results:
+    steps, (kind, text, fix) = result.reported
+    assert steps == [0.58] * 3 and kind == 'LayoutError'
+    assert text in [
+      f'{each}: neither makes the call of the other.' for each in both
+    ]  # by who sees it first
+    assert fix == 'Fix: make the same calls on every process, equally often and in the same order.'
+
+
+def test_a_step_makes_no_request_unless_the_pipeline_changes():
+  source = """
+a, b = of(8), of(4)
+[each() for each in (a, b, a)]
+requests = collections.Counter()
+
+class Counted:
+  def __init__(self, service):
+    self.service = service
+  def __getattr__(self, name):
+    requests[name] += 1
+    return getattr(self.service, name)
+
+service = Counted(compat.coordination_service())
+for module in (multihost, whereabouts, compat):
+  module.coordination_service = lambda: service
+for steps in ((a,) * 5, (b,)):
+  requests.clear()
+  report([[each() for each in steps], sum(requests.values())])
+"""
+  for result in run_processes(SETUP + ORDER + source, processes=2, devices=1, timeout=100):
+    repeated, (_, requests) = result.reported
+    assert repeated == [[0.58] * 5, 0]
+    assert 2 <= requests <= 4  # a digest, the result, old keys
+
+
+def test_pipelines_of_overlapping_processes():
+  """Two processes compare the pipelines that both of them call, no others."""
+  source = """
+devices = jax.devices()
+pair, ends = devices[:2], devices[::2]
+a = of(8, devices=pair) if me < 2 else None
+b = of(4, devices=ends) if me != 1 else None
+c = of(2, devices=pair) if me < 2 else None
+report([each() for each in (a, b, b, c, b, a, a, b) if each is not None])
+"""
+  results = run_processes(SETUP + ORDER + source, processes=3, devices=1, timeout=100)
+  assert [result.value for result in results] == [[0.58] * 8, [0.58] * 4, [0.58] * 4]
+
+
+def test_a_number_that_differs_in_a_later_step():
+  """Every 256th step compares what comes from the host; a request in each step would cost more than it finds."""
+  source = """
+def step(w, batch, rate, key):
+  loss = lambda w, x: ((pipeline.stage_end(jnp.tanh(x @ w['a'])) @ w['b']) ** 2).mean()
+  loss, grads = pipeline.accumulate(
+    lambda x: jax.value_and_grad(loss)(w, x), batch, pipeline.OneFOneB(2), pipeline.Mean)
+  scale = rate + 0 * jax.random.uniform(key)
+  return jax.tree.map(lambda w, g: w - scale * g, w, grads), loss
+
+step = spmd.Layout({'stage': 2}, ()).pipeline_jit(step, timeout=20)
+keys = list(jax.random.split(jax.random.key(0), 513))
+w = {n: np.eye(4, dtype=np.float32) for n in 'ab'}
+for number in range(1, 1000):
+  late = me and number > 300
+  try:
+    w, loss = step(w, np.full((2, 4, 4), 1, np.float32), np.float32(0.3 if late else 1 / number), keys[number])
+  except spmd.errors.FlaxSpmdError as error:
+    report([number, type(error).__name__, *str(error).splitlines()])
+    break
+"""
+  for result in run_processes(SETUP + source, processes=2, devices=1, timeout=100):
+    number, kind, rate, fix = result.value
+    assert (number, kind) == (512, 'LayoutError')
+    assert rate == 'argument 2 (float32[]): 0.001953125 in process 0, 0.30000001192092896 in process 1.'
+    assert fix == SAME_ARGUMENTS

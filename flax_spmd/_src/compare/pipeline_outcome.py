@@ -20,6 +20,7 @@ from flax_spmd._src.compare.outcome import Memory, Outcome, PipelineRanks, RankO
 from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.pipeline.run import memory as footprint
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
 from flax_spmd._src.pipeline.schedules.tasks import Task
 
@@ -97,7 +98,7 @@ def program_costs(
 
 def transfers(lowered: LoweredPipeline, target: Target) -> list[tuple[Send, Transfer]]:
   """The transfers of a step between ranks, in order."""
-  mesh, sizes = axis_sizes(lowered.layout.mesh), lowered.plan.footprint.sizes
+  mesh, sizes = axis_sizes(lowered.layout.mesh), footprint.sizes(lowered.plan)
   sends = (one for one in lowered.plan.call_list.calls if isinstance(one, Send))
   between_ranks = (one for one in sends if one.ranks[0] != one.ranks[1])
   return [(send, _transfer(send, sizes, lowered.axis, mesh, target)) for send in between_ranks]
@@ -157,14 +158,14 @@ class _PipelineAnalysis:
   # -- memory
 
   def _memory(self) -> list[Memory]:
-    plan, footprint = self._lowered.plan, self._lowered.plan.footprint
+    plan = self._lowered.plan
     parts = dict(zip(plan.arguments, map(_part, self._lowered.paths), strict=True))
     held = [Counter[str]() for _ in self._ranks]
-    for buffer in footprint.held:
-      held[buffer.rank][parts[buffer.value]] += footprint.sizes[buffer]
-    device, host = footprint.peaks(
-      {program: one.memory['temporaries'] for program, one in self._results.items()}
-    )
+    for buffer, size in footprint.sizes(plan).items():
+      if buffer.value in parts:
+        held[buffer.rank][parts[buffer.value]] += size
+    temporaries = {program: one.memory['temporaries'] for program, one in self._results.items()}
+    device, host = footprint.peaks(plan, temporaries)
     return [
       Memory(
         each['params'], each['opt_state'], each[''], each['batch'], peak - each.total(), peak, on_host
@@ -199,7 +200,7 @@ class _PipelineAnalysis:
 
   def _times_of_host_copies(self) -> dict[int, float]:
     """The seconds that each rank's transfers to and from the memory of the host take."""
-    sizes, seconds = self._lowered.plan.footprint.sizes, defaultdict[int, float](float)
+    sizes, seconds = footprint.sizes(self._lowered.plan), defaultdict[int, float](float)
     for one in self._lowered.plan.call_list.calls:
       if isinstance(one, Send) and one.ranks[0] == one.ranks[1]:
         seconds[one.ranks[0]] += sum(map(sizes.__getitem__, one.inputs)) / self._target.chip.host

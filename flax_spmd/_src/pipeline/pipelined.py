@@ -33,8 +33,9 @@ from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.trace_scope import trace_scope
+from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.multihost import joint
+from flax_spmd._src.multihost import joint, named
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.pipeline import carried_order, garbage_collection
 from flax_spmd._src.pipeline.argument_checks import (
@@ -58,7 +59,6 @@ from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
 from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
-from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
 from flax_spmd._src.pipeline.run.host_copies import with_host_copies
@@ -390,7 +390,7 @@ class LoweredPipelineStep:
       rank 0 -> rank 1            float32[8,4] of microbatch 0
       rank 1: fwd_1__0            2 arrays -> 1 array
     """
-    return listing(self.call_list)
+    return str(self.call_list)
 
   def compile(self) -> CompiledPipeline:
     """Compiles the programs in parallel.
@@ -401,9 +401,7 @@ class LoweredPipelineStep:
     """
     setting = self._traced._setting
     submeshes.check_concrete(setting.mesh)
-    with joint(
-      'pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError
-    ):
+    with joint('pipeline', f'The compilation of {setting.name}', setting.processes, PipelineError):
       return self.compile_jointly()
 
   def _check_agreement(self, stages: LoweredStages) -> None:
@@ -432,15 +430,19 @@ class LoweredPipelineStep:
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1
     machine = assembler.machine(self._joined.results, threads)
-    peaks, host_peaks = stages.footprint.peaks(
-      {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
-    )
+    temporaries = {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()}
+    peaks, host_peaks = memory.peaks(stages, temporaries)
     memory.check(peaks, setting.ranks)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     result, request = jax.tree.structure(self._traced._result), self._traced._request
-    holders = self._holders(machine)
+    call, holders = current_call(), self._holders(machine)
+    name = (
+      f'{setting.name} (compilation {call.number + 1} of {named(setting.processes)})'
+      if call
+      else setting.name
+    )
     return CompiledPipeline(
-      setting, request, result, machine, holders, executables, peaks, host_peaks, times
+      setting, request, result, name, machine, holders, executables, peaks, host_peaks, times
     )
 
   def _holders(self, machine: Machine) -> list[set[int]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flax_spmd._src import compat
@@ -90,36 +91,44 @@ def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[in
     {1}
   """
   sums = [0, *itertools.accumulate(costs)]
-  best = _stage_starts(sums, [0] * len(costs), stages, math.inf)
-  largest = max(sums[end] - sums[start] for start, end in itertools.pairwise([0, *best, len(costs)]))
-  starts = _stage_starts(sums, sent, stages, largest * _SLACK)
+
+  def larger(total: float, start: int, end: int) -> float:
+    return max(total, sums[end] - sums[start])
+
+  limit = _divided(len(costs), stages, larger)[0] * _SLACK
+
+  def sent_in_all(total: float, start: int, end: int) -> float:
+    return total + (sent[start - 1] if start else 0) if sums[end] - sums[start] <= limit else math.inf
+
+  _, [_, *starts] = _divided(len(costs), stages, sent_in_all)
   return {start - 1 for start in starts}
 
 
-def _stage_starts(sums: Sequence[float], sent: Sequence[float], stages: int, limit: float) -> list[int]:
-  """The first pieces of all stages but the first, by dynamic programming over stages.
+def _divided(
+  pieces: int, stages: int, joined: Callable[[float, int, int], float]
+) -> tuple[float, list[int]]:
+  """The smallest value of a division into stages, and the first piece of each; by dynamic programming.
 
-  With a finite limit on the cost of a stage the fewest bytes are sent; without one, the cost of the most
-  expensive stage is minimal.
+  Args:
+    pieces: number of pieces.
+    stages: number of stages.
+    joined: the value of some stages and one more, from that of the former and the first piece and end of the latter.
   """
-  size = len(sums) - 1
   best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by end of the last stage
   for stage in range(1, stages + 1):
-    longer: dict[int, tuple[float, list[int]]] = {}
-    for end in range(stage, size - (stages - stage) + 1):
-      if stage == stages and end != size:
-        continue
-      options = []
-      for start, (total, starts) in best.items():
-        own = sums[end] - sums[start]
-        if start >= end or own > limit:
-          continue
-        value = total + (sent[start - 1] if start else 0) if limit < math.inf else max(total, own)
-        options.append((value, [*starts, start] if start else starts))
-      if options:
-        longer[end] = min(options, key=lambda option: option[0])
-    best = longer
-  return best[size][1]
+    ends = range(stage, pieces - (stages - stage) + 1) if stage < stages else [pieces]
+    best = {
+      end: min(
+        (
+          (joined(value, start, end), [*starts, start])
+          for start, (value, starts) in best.items()
+          if start < end
+        ),
+        key=operator.itemgetter(0),
+      )
+      for end in ends
+    }
+  return best[pieces]
 
 
 def _bytes_sent(body: Body, positions: Positions, position: dict[Equation, int]) -> list[float]:

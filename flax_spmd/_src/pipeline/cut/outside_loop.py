@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
+import graphlib
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -208,25 +209,12 @@ def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
 
 
 def _in_order(equations: Sequence[Equation]) -> list[Equation]:
-  """The equations, stably sorted so that each comes after those that it depends on."""
-  producer = {value: number for number, one in enumerate(equations) for value in one.outputs}
-  users: dict[int, list[int]] = defaultdict(list)
-  missing: dict[int, int] = {}
-  for number, one in enumerate(equations):
-    needs = {producer[value] for value in one.values if value in producer}
-    missing[number] = len(needs)
-    for need in needs:
-      users[need].append(number)
-  ready = [number for number, count in missing.items() if not count]  # a heap, since it is sorted
-  ordered = []
-  while ready:
-    number = heapq.heappop(ready)
-    ordered.append(equations[number])
-    for user in users[number]:
-      missing[user] -= 1
-      if not missing[user]:
-        heapq.heappush(ready, user)
-  return ordered
+  """The equations, each after those that it depends on; those with side effects keep their order."""
+  producer = {value: one for one in equations for value in one.outputs}
+  needs = {one: [producer[value] for value in one.values if value in producer] for one in equations}
+  for one, other in itertools.pairwise(one for one in equations if one.has_effects):
+    needs[other].append(one)
+  return list(graphlib.TopologicalSorter(needs).static_order())
 
 
 def result_sources(equation: Equation, given: Sequence[int]) -> list[int]:

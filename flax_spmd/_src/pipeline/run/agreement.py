@@ -28,11 +28,20 @@ from flax_spmd._src.data.common_values import (
   value_parts,
   value_problems,
 )
-from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, ranges, text_problems
+from flax_spmd._src.joint_call import JointCall
+from flax_spmd._src.multihost import (
+  CALLS,
+  TIMEOUT,
+  differ,
+  differing_parts,
+  exchange,
+  named,
+  ranges,
+  text_problems,
+)
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
 from flax_spmd._src.pipeline.cut.equations import Constant
 from flax_spmd._src.pipeline.run.call_list import Call, CallList
-from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.request import Request, Setting
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -44,6 +53,7 @@ from flax_spmd.errors import PipelineError, raise_problems
 _SAME_ARRAYS = 'close over equal arrays on every process, or pass them as arguments.'
 _SAME_CREATED = 'pass create equal keys and arrays on every process.'
 _SAME_ARGUMENTS = 'pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
+_SAME_ORDER = 'call pipelines in the same order on every process.'
 _ELEMENTS = re.compile(r'(?<=dense<)[^>]{80,}')  # of an array in a program
 
 
@@ -74,6 +84,39 @@ def check_same_pipeline(
   differing = differing_parts('pipeline', members, texts | value_parts(pieces), CALLS, TIMEOUT)
   first = next((differing[name] for name in texts if name in differing), ())
   raise_problems(text_problems(first) or value_problems(differing, _SAME_ARRAYS))
+
+
+_latest: dict[tuple[int, ...], str] = {}
+"""The pipeline whose step has begun last, by the processes of a pipeline, or those that two pipelines have in common."""
+
+
+def check_same_order(setting: Setting, pipeline: str) -> None:
+  """Raises on every process of the mesh unless all call this pipeline next.
+
+  The processes compare its name where one of them has called another one before. In a step of the same pipeline as before
+  there is nothing to compare, and no request. A process that repeats a step while another one changes to a second
+  pipeline waits in its first transfer, and finds that the other one waits here.
+
+  Args:
+    setting: its settings.
+    pipeline: its name, equal on its processes and unlike those of all others.
+
+  Raises:
+    LayoutError: the pipelines that the processes call.
+  """
+  members = setting.processes
+  known = {*_latest, members}
+  groups = {tuple(each for each in members if each in others) for others in known}
+  for group in sorted(groups):
+    if len(group) > 1 and _latest.get(group) != pipeline:
+      call = JointCall(f'pipeline order of {ranges(group)}', f'The change to {pipeline}', None, group)
+      with call.entered():
+        found = exchange('order', group, pipeline, _SAME_ORDER, setting.timeout)
+      raise_problems(
+        differ('The next pipeline', {each: text for group, text in found for each in group}, _SAME_ORDER)
+      )
+      call.forget_earlier()
+      _latest[group] = pipeline
 
 
 def check_same_arguments(
@@ -179,7 +222,7 @@ def task_lines(call_list: CallList) -> Iterator[str]:
     if isinstance(one, Call):
       yield f'task {counts[rank]} of rank {rank}: {one}'
     else:
-      yield f'transfer {counts[rank]}: {send_text(one)}'
+      yield f'transfer {counts[rank]}: {one}'
     counts[rank] += 1
 
 

@@ -20,7 +20,6 @@ from flax_spmd._src.data.host_values import put
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
-from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
 from flax_spmd._src.pipeline.run.process_transfer import (
@@ -125,12 +124,12 @@ class Assembler:
     several = source != target and len(processes_of(source) | processes_of(target)) > 1
     if several and is_copied_by_jax(self._mesh, source, target, avals):
       both = zip(map(self._stages.sharding, send.inputs), map(self._stages.sharding, send.outputs))
-      return CrossHostCopy(send.ranks[0], avals, list(both), self._transfers.progress, send_text(send))
+      return CrossHostCopy(send.ranks[0], avals, list(both), self._transfers.progress, str(send))
     if not any(self._local[rank] for rank in send.ranks):
       return None
     if several:
       specs = [self._stages.spec(buffer) for buffer in send.inputs]
-      return ProcessTransfer(self._transfers, *send.ranks, avals, specs, send_text(send))
+      return ProcessTransfer(self._transfers, *send.ranks, avals, specs, str(send))
     sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 

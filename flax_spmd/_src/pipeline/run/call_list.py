@@ -29,11 +29,13 @@ from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
 from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms, readers
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
+from flax_spmd._src.text import plural
 
 _LARGE_RESULT = 1 << 16  # bytes; up to this size, a result of arguments alone is kept on several ranks
 _SMALL_RESULT = (
   512  # bytes; up to this size, a result is sent to every process: losses, norms; of a state the scalars
 )
+_WIDTH = 28  # characters of the first column of a list
 
 Port: TypeAlias = tuple[Value, int]
 """A value of the step, and an index into the microbatches of the program that uses it."""
@@ -59,6 +61,11 @@ class Buffer(NamedTuple):
   def memory(self) -> tuple[int, bool]:
     """Its rank, and whether it is in the memory of the host."""
     return self.rank, self.copy == 1
+
+  def __str__(self) -> str:
+    """`float32[4,32,64] of microbatch 0`."""
+    text = self.value.aval.str_short()
+    return text if self.microbatch is None else f'{text} of microbatch {self.microbatch}'
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,6 +112,12 @@ class Call(NamedTuple):
   def __str__(self) -> str:
     return str(self.step or self.program.name)
 
+  @property
+  def columns(self) -> tuple[str, str]:
+    """Its rank and tasks, and the numbers of arrays, as text."""
+    inputs, outputs = plural(len(self.inputs), 'array'), plural(len(self.outputs), 'array')
+    return f'rank {self.program.rank}: {self}', f'{inputs} -> {outputs}'
+
 
 class Send(NamedTuple):
   """A transfer of buffers of one rank to another, or to the other memory of the same rank."""
@@ -116,6 +129,17 @@ class Send(NamedTuple):
   def ranks(self) -> tuple[int, int]:
     """The rank that sends, and the one that receives."""
     return self.inputs[0].rank, self.outputs[0].rank
+
+  def __str__(self) -> str:
+    """`rank 0 -> rank 1: float32[8,4] of microbatch 0`."""
+    return ': '.join(self.columns)
+
+  @property
+  def columns(self) -> tuple[str, str]:
+    """Its ranks, and its arrays, as text."""
+    ends = (self.inputs[0].memory, self.outputs[0].memory)
+    ranks = (f'{"host of " if on_host else ""}rank {rank}' for rank, on_host in ends)
+    return ' -> '.join(ranks), ', '.join(map(str, self.inputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +153,10 @@ class CallList:
 
   calls: list[Call | Send]
   results: dict[Value, list[Buffer]]
+
+  def __str__(self) -> str:
+    """One line per call or send."""
+    return '\n'.join(f'{first:{_WIDTH}}{rest}' for first, rest in (one.columns for one in self.calls))
 
   @functools.cached_property
   def first_calls(self) -> dict[StageProgram, Call]:

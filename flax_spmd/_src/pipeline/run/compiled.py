@@ -18,7 +18,7 @@ from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, joint
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
-from flax_spmd._src.pipeline.run.agreement import check_same_arguments
+from flax_spmd._src.pipeline.run.agreement import check_same_arguments, check_same_order
 from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.rank_watch import RankWatch
@@ -29,6 +29,9 @@ from flax_spmd._src.pipeline.schedules.tasks import Task, parse
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
+_COMPARED_EVERY = 256  # steps; a comparison takes as long as some transfers
+_LARGE = 1 << 12  # bytes; a larger argument is data
+
 
 class CompiledPipeline:
   """A pipeline that can be run on arguments of one structure.
@@ -37,6 +40,7 @@ class CompiledPipeline:
     setting: the settings of the pipeline.
     request: the arguments that it was compiled for.
     result: tree structure of the result.
+    name: name of the pipeline, equal on all of its processes and unlike that of any other.
     holders: per argument, the processes that have to pass the same value.
     machine, executables, memory, host_memory, times: the attributes.
 
@@ -53,6 +57,7 @@ class CompiledPipeline:
     setting: Setting,
     request: Request,
     result: Any,
+    name: str,
     machine: Machine,
     holders: Sequence[Collection[int]],
     executables: Mapping[StageProgram, Executable],
@@ -61,12 +66,13 @@ class CompiledPipeline:
     times: dict[str, float],
   ):
     self._setting, self._request, self._result = setting, request, result
+    self._name = name
     self._arguments = setting.arguments
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
     self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
     self._several = several = len(setting.processes) > 1
     self._watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.transfers.progress)
-    self._is_compared, self._holders = not several, holders
+    self._is_compared, self._holders, self._steps = not several, holders, 0
     self.machine, self.executables, self.times = machine, executables, times
     self.memory, self.host_memory = memory, host_memory
 
@@ -143,10 +149,18 @@ class CompiledPipeline:
   def _run(self, machine: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> Any:
     """The results of the machine; over several processes, under the watch.
 
-    The first time, and for new shardings of arguments, processes compare the arguments.
+    Processes compare their pipelines unless it is that of the step before; the first time, and for new shardings of
+    arguments, also the arguments; and now and then those that come from the host, such as learning rates.
     """
+    if self._several and self._watch.earlier_failure is None:
+      check_same_order(self._setting, self._name)
+    self._steps += 1
     if not self._is_compared:
-      self._compare(leaves)
+      self._compare(leaves, range(len(leaves)))
+      self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
+      self._is_compared = True
+    elif self._several and not self._steps % _COMPARED_EVERY:
+      self._compare(leaves, [number for number, leaf in enumerate(leaves) if _is_number(leaf)])
     check = functools.partial(self._check_kept, leaves)
     if self._several:
       return self._watch.run(lambda: machine(leaves), check)
@@ -159,7 +173,8 @@ class CompiledPipeline:
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in read):
       check_usable(named_arguments(self._request.treedef.unflatten(leaves)))
 
-  def _compare(self, leaves: Sequence[Any]) -> None:
+  def _compare(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Raises on every process if arguments differ that have to be alike; compares those with these numbers."""
     setting, named = self._setting, named_arguments(self._request.treedef.unflatten(leaves))
     with joint(
       'pipeline arguments',
@@ -168,9 +183,8 @@ class CompiledPipeline:
       PipelineError,
     ):
       self._check_kept(leaves)
-      check_same_arguments(setting, named, self._holders)
-    self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
-    self._is_compared = True
+      holders = [self._holders[number] for number in numbers]
+      check_same_arguments(setting, [named[number] for number in numbers], holders)
 
   def leaves(self, args, kwargs) -> list[Any] | None:
     """The leaves of arguments; None if the pipeline was compiled for other ones."""
@@ -227,3 +241,9 @@ class CompiledPipeline:
     )
     both = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
     return first_lines(differences(*both) or ['  the tree structures differ'])
+
+
+def _is_number(leaf: Any) -> bool:
+  """Whether an argument is a number, a key or a small array that is not the result of a pipeline."""
+  on_mesh = isinstance(getattr(leaf, 'sharding', None), NamedSharding)
+  return not on_mesh and getattr(leaf, 'nbytes', 0) <= _LARGE

@@ -24,18 +24,10 @@ class DispatchThreads:
   """
 
   def __init__(self, code: Sequence[Any]):
-    # by rank: an instruction, the transfers from other ranks to wait for, and its own number if it is a transfer
-    self._parts: dict[int, list[tuple[Any, Sequence[int], int | None]]] = {}
-    self._transfers = 0
-    sent: dict[int, tuple[int, int]] = {}  # by register: the sending rank and the transfer's number
+    self._parts: dict[int, list[Any]] = {}  # by rank
     for one in code:
-      received = {sent[number] for number in one.inputs if number in sent}
-      waits = sorted({transfer for rank, transfer in received if rank != one.rank})
-      signals = None
-      if one.sends:
-        signals, self._transfers = self._transfers, self._transfers + 1
-        sent.update(dict.fromkeys(one.outputs, (one.rank, signals)))
-      self._parts.setdefault(one.rank, []).append((one, waits, signals))
+      self._parts.setdefault(one.rank, []).append(one)
+    self._sent = [number for one in code if one.sends for number in one.outputs]
     self._pool = ThreadPoolExecutor(len(self._parts), thread_name_prefix='pipeline')
 
   def run(self, registers: list[Any]) -> None:
@@ -44,28 +36,28 @@ class DispatchThreads:
     Raises:
       Exception: the first one raised in any thread.
     """
-    arrived = [threading.Event() for _ in range(self._transfers)]
+    arrived = {number: threading.Event() for number in self._sent}
     failed: list[BaseException] = []
 
-    def work(parts: Sequence[tuple[Any, Sequence[int], int | None]]) -> None:
+    def work(part: Sequence[Any]) -> None:
       try:
-        for instruction, waits, signals in parts:
-          for number in waits:
+        for instruction in part:
+          for number in arrived.keys() & instruction.inputs:
             arrived[number].wait()
           if failed:
             return
           instruction.run(registers)
-          if signals is not None:
-            arrived[signals].set()
+          for number in arrived.keys() & instruction.outputs:
+            arrived[number].set()
       except BaseException as error:
         failed.append(error)
       finally:
         if failed:
-          for one in arrived:
+          for one in arrived.values():
             one.set()
 
     with_settings = compat.with_settings(work)
-    for future in [self._pool.submit(with_settings, parts) for parts in self._parts.values()]:
+    for future in [self._pool.submit(with_settings, part) for part in self._parts.values()]:
       future.result()
     if failed:
       raise failed[0]

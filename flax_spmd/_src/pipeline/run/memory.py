@@ -10,74 +10,53 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding
-
 from flax_spmd._src.pipeline.cut.equations import Value
-from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, StageProgram
+from flax_spmd._src.pipeline.run.call_list import Buffer, Call, StageProgram
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import PipelineError
 
 
-class Footprint:
-  """The memory of a call list's buffers.
+def sizes(stages: LoweredStages) -> dict[Buffer, int]:
+  """The bytes of each buffer on one device."""
+  shard_bytes = functools.cache(_shard_bytes)
+  return {
+    buffer: shard_bytes(stages.sharding(buffer), buffer.value) for buffer in stages.call_list.last_use
+  }
+
+
+def peaks(stages: LoweredStages, temporaries: Mapping[StageProgram, int]) -> tuple[list[int], list[int]]:
+  """The peak memory of a device of each rank, and of its copies in the memory of the host, in bytes.
 
   Args:
-    call_list: the step.
-    sharding: returns the sharding of a buffer.
-    arguments: arguments of the step. They live until the end, unless a program may overwrite them.
-    donated: indices of the arguments whose memory each program reuses for its results.
-    ranks: number of ranks.
-
-  Attributes:
-    sizes: bytes of each buffer on one device.
+    stages: the step, lowered.
+    temporaries: bytes of temporary memory of each program, beside its arguments and results.
   """
-
-  def __init__(
-    self,
-    call_list: CallList,
-    sharding: Callable[[Buffer], NamedSharding],
-    arguments: Iterable[Value],
-    donated: Mapping[StageProgram, Sequence[int]],
-    ranks: int,
-  ):
-    self._call_list, self._donated, self._ranks = call_list, donated, ranks
-    self._arguments = set(arguments)
-    shard_bytes = functools.cache(_shard_bytes)
-    self.sizes = {buffer: shard_bytes(sharding(buffer), buffer.value) for buffer in call_list.last_use}
-
-  @property
-  def held(self) -> list[Buffer]:
-    """The buffers of the arguments."""
-    return [buffer for buffer in self._call_list.last_use if buffer.value in self._arguments]
-
-  def peaks(self, temporaries: Mapping[StageProgram, int]) -> tuple[list[int], list[int]]:
-    """The peak memory of a device of each rank, and of its copies in the memory of the host, in bytes.
-
-    Args:
-      temporaries: bytes of temporary memory of each program, beside its arguments and results.
-    """
-    alive = Counter[tuple[int, bool]]()  # by rank, and whether it is on the host
-    for buffer in self._call_list.given:
-      alive[buffer.memory] += self.sizes[buffer]
-    peaks = alive.copy()
-    for number, one in enumerate(self._call_list.calls):
-      inputs, outputs = one.inputs, one.outputs
-      program = one.program if isinstance(one, Call) else None
-      reused = set() if program is None else {inputs[index] for index in self._donated[program]}
-      for buffer in outputs:
-        alive[buffer.memory] += self.sizes[buffer]
-      for buffer in reused:
-        alive[buffer.memory] -= self.sizes[buffer]
-      at = (outputs or inputs)[0].memory if outputs or inputs else (0, False)
-      peaks[at] = max(peaks[at], alive[at] + (0 if program is None else temporaries[program]))
-      for buffer in self._call_list.ends.get(number, ()):
-        if buffer in self._call_list.written and buffer not in reused:
-          alive[buffer.memory] -= self.sizes[buffer]
-    device, host = ([peaks[rank, on_host] for rank in range(self._ranks)] for on_host in (False, True))
-    return device, host
+  call_list, bytes_of = stages.call_list, sizes(stages)
+  alive = Counter[tuple[int, bool]]()  # by rank, and whether it is on the host
+  for buffer in call_list.given:
+    alive[buffer.memory] += bytes_of[buffer]
+  highest = alive.copy()
+  for number, one in enumerate(call_list.calls):
+    inputs, outputs = one.inputs, one.outputs
+    program = one.program if isinstance(one, Call) else None
+    reused = set() if program is None else {inputs[index] for index in stages.programs[program].donated}
+    for buffer in outputs:
+      alive[buffer.memory] += bytes_of[buffer]
+    for buffer in reused:
+      alive[buffer.memory] -= bytes_of[buffer]
+    at = (outputs or inputs)[0].memory if outputs or inputs else (0, False)
+    highest[at] = max(highest[at], alive[at] + (0 if program is None else temporaries[program]))
+    for buffer in call_list.ends.get(number, ()):
+      if buffer in call_list.written and buffer not in reused:
+        alive[buffer.memory] -= bytes_of[buffer]
+  device, host = (
+    [highest[rank, on_host] for rank in range(len(stages.meshes))] for on_host in (False, True)
+  )
+  return device, host
 
 
 def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:

@@ -129,9 +129,14 @@ class RankWatch:
         call.fail(error)
         raise
 
+  @property
+  def earlier_failure(self) -> BaseException | None:
+    """The error of an earlier step that this process shared with another one of these."""
+    return next((_failed[each] for each in self._processes if each in _failed), None)
+
   def _check_earlier_steps(self) -> None:
     """Raises if a step that this process shares with another one of these has failed."""
-    found = next((_failed[each] for each in self._processes if each in _failed), None)
+    found = self.earlier_failure
     if found is not None:
       raise PipelineError(
         f'{self._subject}: an earlier step of these processes has failed, and transfers between them are unfinished: '

@@ -11,10 +11,22 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.jit.jit_options import CompileOptions
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.pipeline.run.submeshes import processes_of, submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.rules.table import Rules
+
+
+class PipelineOptions(CompileOptions, total=False):
+  """The options of `Layout.pipeline_jit`, for type checkers."""
+
+  axis: str
+  schedule: Schedule | None
+  stages: int | None
+  threads: bool
+  timeout: float
+  host_after: int | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, StageProgram
-from flax_spmd._src.pipeline.run.memory import Footprint
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 
 
@@ -86,12 +85,6 @@ class LoweredStages:
       if program not in self.programs:
         self.programs[program] = self._lower(call, platform)
       yield program, self.programs[program]
-
-  @property
-  def footprint(self) -> Footprint:
-    """The memory of the buffers."""
-    donated = {program: stage.donated for program, stage in self.programs.items()}
-    return Footprint(self.call_list, self.sharding, self.arguments, donated, len(self.meshes))
 
   def sharding(self, buffer: Buffer) -> NamedSharding:
     """The sharding of a buffer, on the mesh of its rank."""

@@ -20,7 +20,7 @@ from flax_spmd._src.pipeline.schedules.simulation import (
   stage_costs,
 )
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
-from flax_spmd._src.pipeline.schedules.tasks import KINDS, Kind, Order, Task, inputs
+from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order, Task, inputs
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
 
@@ -100,24 +100,53 @@ def _simulated(
   reserve: bool,
 ) -> tuple[Order, ...]:
   """The tasks of every rank; up to a deadlock, which cannot occur if every rank reserves memory."""
-  count = len(set(stage_ranks))
   kinds = KINDS if split else KINDS[:2]
   cost = cost_function(costs if callable(costs) else dict(costs), len(stage_ranks), kinds)
-  common = stage_ranks, microbatches, live, kinds, transfer, reserve
-  ranks = [_GreedyRank(rank, *common) for rank in range(count)]
-  near: list[set[int]] = [{rank} for rank in range(count)]  # with stages before or after those of a rank
+  ranks = range(max(stage_ranks) + 1)
+  own = [[stage for stage, other in enumerate(stage_ranks) if other == rank] for rank in ranks]
+  near = [{rank} for rank in ranks]  # with stages before or after those of a rank
   for one, other in itertools.pairwise(stage_ranks):
     near[one].add(other)
     near[other].add(one)
+  orders: list[list[Task]] = [[] for _ in ranks]
+  free: list[float] = [0] * len(ranks)
+  room = [live] * len(ranks)
+  begun: collections.Counter[tuple[str, int]] = collections.Counter()
   ended: dict[Task, float] = {}
-  ready = [rank.best(ended) for rank in ranks]
-  while chosen := min(filter(None, ready), default=None):
-    ended[chosen.task] = end = chosen.start + cost(chosen.task)
-    at = stage_ranks[chosen.task.stage]
-    ranks[at].run(chosen.task, end)
-    for neighbour in near[at]:  # only these can have a new task
-      ready[neighbour] = ranks[neighbour].best(ended)
-  return tuple(tuple(rank.order) for rank in ranks)
+
+  def reserved(task: Task, rank: int) -> int:
+    """The live activations that the oldest microbatch still adds to a rank, if a forward is of a younger one.
+
+    Without them, younger microbatches could take all memory, and the oldest, whose backwards free it, would wait.
+    """
+    done = [begun['fwd', stage] for stage in own[rank]]
+    return done.count(min(done)) if reserve and task.microbatch > min(done) else 0
+
+  def if_ready(task: Task, rank: int) -> _ReadyTask | None:
+    needed = inputs(task, len(stage_ranks))
+    if task.microbatch == microbatches or not all(one in ended for one in needed):
+      return None
+    if task.kind == 'fwd' and room[rank] <= reserved(task, rank):
+      return None
+    arrivals = (ended[one] + transfer * (stage_ranks[one.stage] != rank) for one in needed)
+    stage = -task.stage if task.kind == 'fwd' else task.stage
+    return _ReadyTask(max(free[rank], *arrivals, 0), _PRIORITY[task.kind], stage, task)
+
+  def best(rank: int) -> _ReadyTask | None:
+    """The task that a rank runs next, if any is ready."""
+    tasks = [Task(kind, stage, begun[kind, stage]) for kind in kinds for stage in own[rank]]
+    return min((ready for task in tasks if (ready := if_ready(task, rank))), default=None)
+
+  next_of = list(map(best, ranks))
+  while chosen := min(filter(None, next_of), default=None):
+    task, rank = chosen.task, stage_ranks[chosen.task.stage]
+    ended[task] = free[rank] = chosen.start + cost(task)
+    orders[rank].append(task)
+    begun[task.kind, task.stage] += 1
+    room[rank] += (task.kind == kinds[-1]) - (task.kind == 'fwd')
+    for neighbour in near[rank]:  # only these can have a new task
+      next_of[neighbour] = best(neighbour)
+  return tuple(map(tuple, orders))
 
 
 class _ReadyTask(NamedTuple):
@@ -127,58 +156,3 @@ class _ReadyTask(NamedTuple):
   priority: int
   stage: int
   task: Task
-
-
-class _GreedyRank:
-  """The state of one rank during the simulation."""
-
-  def __init__(
-    self,
-    rank: int,
-    stage_ranks: Sequence[int],
-    microbatches: int,
-    live: int,
-    kinds: Sequence[Kind],
-    transfer: float,
-    reserve: bool,
-  ):
-    self._kinds, self._rank, self._stage_ranks, self._transfer = kinds, rank, stage_ranks, transfer
-    self._own = [stage for stage, other in enumerate(stage_ranks) if other == rank]
-    self._microbatches, self._room, self._reserve = microbatches, live, reserve
-    self._next: collections.Counter[tuple[str, int]] = collections.Counter()
-    self._free: float = 0
-    self.order: list[Task] = []
-
-  def best(self, ended: dict[Task, float]) -> _ReadyTask | None:
-    """The task to run next, if any is ready."""
-    tasks = [Task(kind, stage, self._next[kind, stage]) for kind in self._kinds for stage in self._own]
-    return min((ready for task in tasks if (ready := self._if_ready(task, ended))), default=None)
-
-  def run(self, task: Task, end: float) -> None:
-    self.order.append(task)
-    self._next[task.kind, task.stage] += 1
-    self._free = end
-    self._room += (task.kind == self._kinds[-1]) - (task.kind == 'fwd')
-
-  def _if_ready(self, task: Task, ended: dict[Task, float]) -> _ReadyTask | None:
-    needed = inputs(task, len(self._stage_ranks))
-    if task.microbatch == self._microbatches or not all(one in ended for one in needed):
-      return None
-    if task.kind == 'fwd' and self._room <= self._reserved_before(task):
-      return None
-    start = max(self._free, *(ended[one] + self._delay(one) for one in needed), 0)
-    stage = -task.stage if task.kind == 'fwd' else task.stage
-    return _ReadyTask(start, _PRIORITY[task.kind], stage, task)
-
-  def _reserved_before(self, task: Task) -> int:
-    """The live activations that the oldest microbatch still adds to this rank, if a forward is of a younger one.
-
-    Without them, younger microbatches could take all memory, and the oldest, whose backwards free it, would wait.
-    """
-    done = [self._next['fwd', stage] for stage in self._own]
-    oldest = min(done)
-    return done.count(oldest) if self._reserve and task.microbatch > oldest else 0
-
-  def _delay(self, task: Task) -> float:
-    """The time that a result of the task takes to this rank."""
-    return self._transfer * (self._stage_ranks[task.stage] != self._rank)

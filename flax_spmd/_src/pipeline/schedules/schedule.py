@@ -32,7 +32,7 @@ from flax_spmd._src.pipeline.schedules.simulation import (
 )
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
-from flax_spmd._src.pipeline.schedules.text_format import ParsedSchedule, read, steps_of, write
+from flax_spmd._src.pipeline.schedules.text_format import read, steps_of, write
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
 from flax_spmd._src.pipeline.schedules.validation import (
   ScheduleReport,
@@ -102,7 +102,7 @@ class Schedule(abc.ABC):
          2        12    33.3%     4
     """
     sizes = check_positive(ranks, 'ranks'), check_positive(chunks, 'chunks')
-    return RuleSchedule(ranks, rule, assign_ranks(*sizes, placement))
+    return RuleSchedule(ranks, assign_ranks(*sizes, placement), rule)
 
   @staticmethod
   def from_text(text: str) -> Schedule:
@@ -121,8 +121,8 @@ class Schedule(abc.ABC):
       >>> schedule.simulate(2).makespan
       9
     """
-    parsed = read(text)
-    return TextSchedule(len(parsed.orders), parsed)
+    orders, stage_ranks = read(text)
+    return TextSchedule(len(orders), stage_ranks, orders)
 
   @property
   def stage_ranks(self) -> tuple[int, ...]:
@@ -332,22 +332,27 @@ class CostedSchedule(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class RuleSchedule(Schedule):
-  """A schedule defined by a rule: the result of `Schedule.of`.
+class _PlacedSchedule(Schedule):
+  """A schedule with a rank given for every stage.
 
   Attributes:
     ranks: number of ranks.
-    rule: function from a rank and the number of microbatches to the rank's tasks.
-    assignment: per stage, its rank.
+    placement: per stage, its rank.
   """
 
-  rule: Rule
-  assignment: tuple[int, ...]
+  placement: tuple[int, ...] = dataclasses.field(repr=False)
 
   @property
   def stage_ranks(self) -> tuple[int, ...]:
     """Per stage, its rank."""
-    return self.assignment
+    return self.placement
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleSchedule(_PlacedSchedule):
+  """A schedule defined by a rule, a function from a rank and the number of microbatches to the rank's tasks."""
+
+  rule: Rule
 
   def __repr__(self) -> str:
     chunks = self.stages // self.ranks
@@ -359,26 +364,16 @@ class RuleSchedule(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextSchedule(Schedule):
-  """A schedule defined by its text: the result of `Schedule.from_text`.
+class TextSchedule(_PlacedSchedule):
+  """A schedule defined by its text, with the tasks of each rank."""
 
-  Attributes:
-    ranks: number of ranks.
-    parsed: the tasks of the text.
-  """
-
-  parsed: ParsedSchedule = dataclasses.field(repr=False)
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return self.parsed.stage_ranks
+  orders: tuple[Order, ...] = dataclasses.field(repr=False)
 
   def _order(self, rank: int, microbatches: int) -> Order:
-    return self.parsed.orders[rank]
+    return self.orders[rank]
 
   def _limitation(self, microbatches: int) -> str | None:
-    count = self.parsed.microbatches
+    count = 1 + max(task.microbatch for order in self.orders for step in order for task in step.tasks)
     if microbatches != count:
       return f'the text has {count} microbatch{"" if count == 1 else "es"}, not {microbatches}.'
     return None

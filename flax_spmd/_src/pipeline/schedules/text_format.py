@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task, parse, split_line
 from flax_spmd._src.pipeline.schedules.validation import point_at
@@ -20,38 +19,24 @@ from flax_spmd.errors import PipelineError, Problem, problems_text
 _LINE = re.compile(r'rank (\d+):(.*)')
 
 
-class ParsedSchedule(NamedTuple):
-  """The schedule in a text.
-
-  Attributes:
-    orders: per rank, its tasks in order.
-    stage_ranks: per stage, its rank.
-    microbatches: number of microbatches.
-  """
-
-  orders: tuple[Order, ...]
-  stage_ranks: tuple[int, ...]
-  microbatches: int
-
-
 def write(orders: Sequence[Order]) -> str:
   """The text of a schedule: one line per rank.
 
   Example:
-    >>> print(write(read('rank 0: fwd_0__0, bwd_0__0').orders))
+    >>> print(write(read('rank 0: fwd_0__0, bwd_0__0')[0]))
     rank 0: fwd_0__0 bwd_0__0
   """
   return '\n'.join(' '.join([f'rank {rank}:', *map(str, order)]) for rank, order in enumerate(orders))
 
 
-def read(text: str) -> ParsedSchedule:
-  """The schedule in a text. A stage belongs to the rank that has most of its tasks.
+def read(text: str) -> tuple[tuple[Order, ...], tuple[int, ...]]:
+  """The tasks of each rank in a text, and the rank of each stage: the one that has most of its tasks.
 
   Raises:
     PipelineError: a word that is not a task, a line out of order, or a stage without tasks.
 
   Example:
-    >>> read('rank 0: fwd_0__0 bwd_0__0').stage_ranks
+    >>> read('rank 0: fwd_0__0 bwd_0__0')[1]
     (0,)
   """
   lines = list(filter(None, (line.partition('#')[0].strip() for line in text.splitlines())))
@@ -66,8 +51,7 @@ def read(text: str) -> ParsedSchedule:
     raise PipelineError(problems_text(problems))
   if not any(orders):
     raise PipelineError(f'The text has no tasks.\n{_FIX}')
-  microbatches = 1 + max(task.microbatch for _, task in _tasks(orders))
-  return ParsedSchedule(tuple(orders), _stage_ranks(orders), microbatches)
+  return tuple(orders), _stage_ranks(orders)
 
 
 _FIX = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd_0__0".'
