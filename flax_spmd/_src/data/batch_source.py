@@ -17,7 +17,7 @@ _OF_ITERATOR = object()
 
 def is_size(size: Any) -> bool:
   """Whether this is a number of batches, or of the rows of one."""
-  return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size >= 1
+  return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and bool(size >= 1)
 
 
 def check_batches(batches: Any, by: str) -> None:
