@@ -1,6 +1,7 @@
 """Bad input: errors before anything is compiled, with their whole texts, which list every offender."""
 
 import functools
+from collections import UserList
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, cast
@@ -664,3 +665,83 @@ def test_options_for_parameters_that_a_function_does_not_have():
     Fix: count the parameters from 0, or give the name of one.""")
   jit(lambda *args, **others: args, donate_argnums=7, donate_argnames='any')
   jit(step, donate_argnums=(-2, np.int64(1)), static_argnames='train')
+
+
+@pytest.mark.parametrize(
+  'names',
+  [
+    None,
+    5,
+    {'embed'},
+    {'embed': 'mlp'},
+    iter(['embed', 'mlp']),
+    ('embed', {'mlp'}),
+    ['embed', ['a', []]],
+  ],
+)
+def test_names_of_a_box_that_are_no_sequence(names):
+  class Inner(nn.Module):
+    lib: Any
+
+    @nn.compact
+    def __call__(self, x):
+      return self.param('w', self.lib.with_logical_partitioning(nn.initializers.ones, names), (8, 8)) * x
+
+  class Outer(nn.Module):
+    lib: Any
+
+    @nn.compact
+    def __call__(self, x):
+      return Inner(self.lib, name='inner')(x)
+
+  expected = dedent(f"""\
+    The names of a box in module inner are {names!r}.
+    Fix: write a tuple with a name, a tuple of mesh axes, or None for each dimension, such as ('embed', None).""")
+  args = jax.random.key(0), jnp.ones((1, 8))
+  for lib in (spmd, nn):
+    assert text_of(errors.LayoutError, layout().init, Outer(lib).init, *args) == expected
+  for written in (UserList(['embed', 'mlp']), PartitionSpec('embed', 'mlp')):
+    assert spmd.LogicallyPartitioned(jnp.ones((8, 8)), written).names == ('embed', 'mlp')
+
+
+@pytest.mark.parametrize('names', [5, {'batch'}, b'batch'])
+def test_names_of_a_constraint_that_are_no_tuple(names):
+  step = layout(('batch', 'data')).jit(lambda x: spmd.with_logical_constraint(x, names))
+  assert text_of(errors.LayoutError, step, jnp.ones((8, 8))) == dedent(f"""\
+    constraint: the logical names are {names!r}.
+    Fix: write a tuple with a name or None for each dimension, such as ('batch', None).""")
+
+
+@pytest.mark.parametrize('names, kind', [(['batch', None], 'list'), (('batch', 1), 'tuple')])
+def test_names_of_a_constraint_that_are_no_prefix(names, kind):
+  step = layout(('batch', 'data')).jit(lambda x: spmd.with_logical_constraint(x, names))
+  text = text_of(errors.LayoutError, step, jnp.ones((8, 8)))
+  first = f'constraint: the logical names {names!r} are not a prefix of the tree: Expected {kind}, got '
+  assert text.startswith(first)
+  assert text.endswith(
+    "\nFix: write one array's names as a tuple, such as ('batch', None), or a tree of such tuples."
+  )
+
+
+def test_an_array_in_an_error_text_is_cut():
+  text = text_of(errors.LayoutError, layout().shard, np.ones((8, 16)), (('batch',),))
+  first, fix = text.splitlines()
+  assert first.startswith(
+    "The placements (('batch',),) are not a prefix of the tree: Expected tuple, got "
+  )
+  assert first.endswith(' ...') and len(first) < 200 and fix.startswith('Fix: ')
+
+
+def test_names_that_a_function_gives():
+  for names in (['embed', 'mlp'], {'embed'}, 'embed'):
+    text = text_of(errors.LayoutError, spmd.with_names, {'w': np.ones((8, 8))}, lambda leaf, n=names: n)
+    assert text == (
+      f'w: its names are {names!r}, a {type(names).__name__}.\n'
+      'Fix: give a tuple of logical names, a PartitionSpec of mesh axes, or None.'
+    )
+
+
+def test_names_of_local_parts_whose_global_shape_is_unknown():
+  for names in (('batch', None, None), PartitionSpec('data', None, None)):
+    text = text_of(errors.LayoutError, layout(('batch', 'data')).local_to_global, np.ones((8, 4)), names)
+    assert text.splitlines()[0].endswith(' for an array of rank 2.')

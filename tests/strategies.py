@@ -103,13 +103,25 @@ _boxed_trees = st.builds(
 )
 _nested_boxes = st.builds(_box, _boxed_arrays, _named_sizes)
 
-boxed_trees = st.recursive(
-  _bare | _boxed_arrays | _boxed_trees | _nested_boxes,
-  lambda branch: st.dictionaries(st.sampled_from(['params', 'kernel', 'bias']), branch, max_size=3).map(
-    _tree
-  ),
-  max_leaves=6,
+
+@dataclasses.dataclass
+class WithoutKeys:
+  """A node type whose children have neither keys nor indices."""
+
+  children: Any
+
+
+jax.tree_util.register_pytree_node(
+  WithoutKeys, lambda node: (node.children, None), lambda _, children: WithoutKeys(list(children))
 )
+
+
+def _branches(branch):
+  dicts = st.dictionaries(st.sampled_from(['params', 'kernel', 'bias']), branch, max_size=3)
+  return (dicts | st.lists(branch, max_size=2).map(WithoutKeys)).map(_tree)
+
+
+boxed_trees = st.recursive(_bare | _boxed_arrays | _boxed_trees | _nested_boxes, _branches, max_leaves=6)
 
 
 # Trees of all types of nodes, built in or registered, with boxes and leaves in them.
@@ -132,10 +144,6 @@ class Struct:
 class Data:
   first: Any
   second: Any
-
-
-class WithoutKeys(list):
-  """A node type whose children have no keys."""
 
 
 class WithKeys(list):
@@ -164,9 +172,6 @@ class Word(str):
     return self[:1]
 
 
-jax.tree_util.register_pytree_node(
-  WithoutKeys, lambda node: (list(node), None), lambda _, children: WithoutKeys(children)
-)
 jax.tree_util.register_pytree_with_keys(
   WithKeys,
   lambda node: ([(OwnKey(str(i)), child) for i, child in enumerate(node)], None),

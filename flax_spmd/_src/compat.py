@@ -1009,6 +1009,12 @@ def pruned(fn: Any, avals: Iterable[Any], used: list[bool]) -> tuple[Any, list[b
   return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), used)
 
 
+def live_program(jaxpr: Any) -> Any:
+  """A program, closed or not, without the equations that no result needs; not closed."""
+  inner = getattr(jaxpr, 'jaxpr', jaxpr)
+  return partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[0]
+
+
 # -- lowered programs, and Shardy's propagation in them
 
 

@@ -33,6 +33,7 @@ from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, aligned
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import shown
 from flax_spmd.errors import (
   LayoutError,
   MeshError,
@@ -116,11 +117,17 @@ def with_logical_constraint(
     report_constraint(names, None, getattr(x, 'shape', ()), 'there are no rules for names')
     return x
   one = functools.partial(_constrain_by_names, rules=table, mesh=mesh, fallback=fallback)
-  return jax.tree.map(
-    lambda names, subtree: jax.tree.map(functools.partial(one, names), subtree),
-    logical_axis_resources,
-    x,
-    is_leaf=_is_names,
+  given, treedef = jax.tree.flatten(logical_axis_resources, is_leaf=_is_names)
+  try:
+    subtrees = treedef.flatten_up_to(x)
+  except ValueError as error:
+    raise LayoutError(
+      f'{_location()}: the logical names {logical_axis_resources!r} are not a prefix of the tree: {shown(error)}\n'
+      "Fix: write one array's names as a tuple, such as ('batch', None), or a tree of such tuples."
+    ) from None
+  return treedef.unflatten(
+    jax.tree.map(functools.partial(one, names), subtree)
+    for names, subtree in zip(given, subtrees, strict=True)
   )
 
 
@@ -183,6 +190,11 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
     raise LayoutError(
       f'{_location()}: the logical names are the bare string {names!r}, which would be read letter by letter.\n'
       f'Fix: write them as a tuple, ({names!r},).'
+    )
+  if not _is_names(names):
+    raise LayoutError(
+      f'{_location()}: the logical names are {names!r}.\n'
+      "Fix: write a tuple with a name or None for each dimension, such as ('batch', None)."
     )
   if not hasattr(x, 'shape'):
     raise LayoutError(

@@ -49,6 +49,31 @@ def first_lines(lines: Sequence[str]) -> str:
   return '\n'.join([*lines[:_SHOWN], *more])
 
 
+def shown(value: object) -> str:
+  r"""A value in an error text: on one line, and no longer than a line.
+
+  Example:
+    >>> shown(ValueError('Expected dict, got array([[1.,\n  2.]])'))
+    'Expected dict, got array([[1., 2.]])'
+  """
+  text = ' '.join(str(value).split())
+  return text if len(text) <= _LONGEST else f'{text[:_LONGEST]} ...'
+
+
+_LONGEST = 120  # characters
+
+
+def rank_text(shape: Sequence[int]) -> str:
+  """The rank of an array, and its shape, unless its sizes are unknown, which are zeros.
+
+  Example:
+    >>> rank_text((8, 16)), rank_text((0, 0))
+    ('rank 2, shape (8, 16)', 'rank 2')
+  """
+  sizes = '' if shape and not any(shape) else f', shape {tuple(shape)}'
+  return f'rank {len(shape)}{sizes}'
+
+
 def plural(count: int, noun: str) -> str:
   """`1 device`, `2 devices`."""
   return f'{count} {noun}{"" if count == 1 else "s"}'

@@ -26,6 +26,13 @@ def test_a_batch_that_does_not_divide():
   assert spmd.DataShard(1, 4, (1,)).local_size(28) == 7
 
 
+@pytest.mark.parametrize('size', [7.5, 'x', 0, -4, True, None])
+def test_a_size_that_is_no_number_of_rows(size):
+  with pytest.raises(LayoutError) as caught:
+    spmd.DataShard(0, 1, (0,)).local_size(size)
+  assert str(caught.value) == f'{size!r} is no number of rows.\nFix: pass a whole number of 1 or more.'
+
+
 def test_names_without_a_rule():
   layout = spmd.Layout({'data': 8}, RULES)
   with pytest.raises(LayoutError) as caught:

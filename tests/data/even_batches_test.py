@@ -105,7 +105,8 @@ def test_invalid_arguments():
   with pytest.raises(LayoutError) as caught:
     spmd.even_batches([], 0)
   assert (
-    str(caught.value) == 'even_batches cannot make batches of 0 rows.\nFix: pass a size of 1 or more.'
+    str(caught.value)
+    == 'even_batches cannot make batches of 0 rows.\nFix: pass a whole number of 1 or more.'
   )
 
 

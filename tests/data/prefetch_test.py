@@ -130,11 +130,6 @@ def test_an_error_in_place_is_raised_at_its_batch():
   assert source.closed == 1
 
 
-def test_batches_that_are_not_iterable():
-  with pytest.raises(TypeError, match='not iterable'):
-    next(prefetch(3, same))
-
-
 def test_stop_iteration_in_place_is_an_error():
   def place(batch):
     raise StopIteration
@@ -224,7 +219,23 @@ def test_an_invalid_size(size):
     prefetch([1], same, size=size)
   assert str(error.value) == (
     f'prefetch cannot keep {size!r} batches ready.\n'
-    'Fix: pass a size of 1 or more; with 2, one batch is ready while the next one loads.'
+    'Fix: pass a whole number of 1 or more; with 2, one batch is ready while the next one loads.'
+  )
+
+
+def test_a_size_of_numpy():
+  assert list(prefetch([1, 2, 3], same, size=np.int64(2))) == [1, 2, 3]
+
+
+@pytest.mark.parametrize('batches', [None, 5, lambda: [1]])
+@pytest.mark.parametrize('by', ['prefetch', 'even_batches'])
+def test_batches_that_are_no_iterable(batches, by):
+  with pytest.raises(LayoutError) as error:
+    getattr(spmd, by)(batches, same if by == 'prefetch' else 4)
+  kind = {None: 'a NoneType', 5: 'an int'}.get(batches, 'a function')
+  assert str(error.value) == (
+    f'{by} has {kind} in place of batches.\n'
+    'Fix: pass an iterable, such as a list, a generator, or a data loader.'
   )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import pipeline
+from flax_spmd._src import compat
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('seq', 'model'), ('embed', 'data')))
 NUMBERS = np.random.default_rng(0)
@@ -44,6 +45,22 @@ def gradient(model, layout=None):
     return jax.tree.leaves(jax.jit(loss_gradient)(params, IMAGES))[0]
   step = layout.jit(loss_gradient)
   return jax.tree.leaves(step(params, layout.shard(IMAGES, ('batch', None, None, None))))[0]
+
+
+@pytest.mark.parametrize('kind', [Patches, nn.jit(Patches), nn.remat(Patches)])
+def test_convolutions_that_no_result_needs_are_not_lowered(kind, monkeypatch):
+  lowered = []
+  propagated = compat.propagated_convolutions
+  monkeypatch.setattr(
+    compat, 'propagated_convolutions', lambda *args: lowered.append(1) or propagated(*args)
+  )
+  model, key = kind(), jax.random.key(0)
+  LAYOUT.plan(model.init, key, IMAGES)
+  params = LAYOUT.init(model.init, key, IMAGES)
+  assert not lowered
+  with pytest.warns(UserWarning, match='XLA may return multiples'):
+    LAYOUT.jit(model.apply)(params, IMAGES)
+  assert lowered
 
 
 def test_the_sharding_of_an_array_that_a_shard_map_returns_is_read():

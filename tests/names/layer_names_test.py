@@ -71,6 +71,17 @@ def test_invalid_entries():
   """)
 
 
+@pytest.mark.parametrize('names', [5, 'in', ['in', 'out'], ('in', 3)])
+def test_a_function_that_returns_no_names(names):
+  create = spmd.names_for(nn.Dense(3).init, {nn.Dense: {'kernel': lambda module: names}})
+  with pytest.raises(LayoutError) as error:
+    create(jax.random.key(0), jnp.ones((1, 8)))
+  assert str(error.value) == (
+    f"Dense, 'kernel': its function: {names!r} is not a tuple of names.\n"
+    'Fix: give a tuple of logical names, or None for an array without names.'
+  )
+
+
 @pytest.mark.parametrize('names', [None, 'wi/kernel', ('wi/kernel', ('in', 'out')), [3]])
 def test_what_is_no_table(names):
   assert text_of(names) == dedented(f"""

@@ -1,6 +1,8 @@
 """Models without constraints get those that an author would write; the oracle is the same model with constraints by hand."""
 
 import collections
+import enum
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -180,6 +182,36 @@ def loss_of(model):
 
 
 @pytest.mark.slow
+class Part(enum.Enum):
+  """Keys without an order, by which JAX flattens no dictionary."""
+
+  LEFT = 'left'
+  RIGHT = 'right'
+
+
+class Parts(nn.Module):
+  constrain: Any = staticmethod(nothing)
+
+  @nn.compact
+  def __call__(self, x):
+    parts = self.widened({Part.LEFT: x, Part.RIGHT: x + 1}, kind=Part.LEFT)
+    return parts[Part.LEFT] + parts[Part.RIGHT]
+
+  def widened(self, parts, kind):
+    del kind
+    return {key: self.constrain(nn.Dense(16)(x), 'batch', 'length', 'out') for key, x in parts.items()}
+
+
+def test_arguments_of_methods_that_jax_cannot_flatten():
+  x = jnp.ones((8, 4, 16))
+  variables = Parts().init(KEY, x)
+  expected = constraints(OUT, Parts(by_hand).apply, variables, x)
+  assert sum(expected.values()) == 2
+  assert constraints(OUT, spmd.names_for(Parts().apply), variables, x) == expected
+  named = spmd.names_for(Parts().init)(KEY, x)['params']
+  assert named['Dense_1']['kernel'].names == ('in', 'out')
+
+
 def test_losses_and_gradients_stay():
   """Against the model with constraints by hand and against one without: values, shardings, and `explain`."""
   model, twin = Decoder(), Decoder(by_hand)

@@ -108,6 +108,21 @@ def test_easylm_an_empty_table_is_an_error():
   )
 
 
+@pytest.mark.parametrize('pair', [('wq', None), ('wq', ('data', 'model')), 'wq', 5, (5, P())])
+def test_easylm_pairs_without_a_spec(pair):
+  with pytest.raises(spmd.errors.RulesError) as error:
+    translate.from_easylm([('wo', P('data')), pair])
+  assert str(error.value) == (
+    f'Pair 1 is {pair!r}.\nFix: write pairs of a path regex and a PartitionSpec.'
+  )
+
+
+def test_no_tables():
+  for read in (translate.from_easylm, lambda table: translate.from_big_vision(table, SIZES)):
+    with pytest.raises(spmd.errors.RulesError, match=r'Pair 0 is 5\.'):
+      read(5)
+
+
 TACTICS = {
   'replicate': lambda spec, leaf: spec,
   'fsdp(axis="data", min_size_to_shard_mb=0)': lambda spec, leaf: filled(spec, leaf, 'data', 0),
@@ -174,6 +189,26 @@ def test_big_vision_errors():
   assert str(error.value) == (
     "Pair 0 big_vision('.*', 'fsdp(\"fsdp\")') has axis 'fsdp', which the mesh {'data': 2, 'model': 4} lacks.\n"
     'Fix: pass the mesh that the strategy is written for.'
+  )
+
+
+@pytest.mark.parametrize(
+  'tactic',
+  [
+    'fsdp(axis=3)',
+    'fsdp(axis=[])',
+    'fsdp("data", "4")',
+    'shard_dim("data", "0")',
+    'shard_dim("data", 0.5)',
+    'shard_dim("data", True)',
+    'shard_dim("data", 0, "no")',
+  ],
+)
+def test_big_vision_arguments_of_wrong_kinds(tactic):
+  with pytest.raises(spmd.errors.RulesError) as error:
+    translate.from_big_vision([('.*', tactic)], SIZES)
+  assert str(error.value).startswith(
+    f"Pair 0 ('.*', {tactic!r}) has a tactic that is none of big_vision."
   )
 
 

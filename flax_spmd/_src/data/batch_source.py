@@ -6,10 +6,27 @@ import copy
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from flax_spmd.errors import CheckpointError
+import numpy as np
+
+from flax_spmd._src.text import with_article
+from flax_spmd.errors import CheckpointError, LayoutError
 
 NO_BATCH = object()
 _OF_ITERATOR = object()
+
+
+def is_size(size: Any) -> bool:
+  """Whether this is a number of batches, or of the rows of one."""
+  return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and bool(size >= 1)
+
+
+def check_batches(batches: Any, by: str) -> None:
+  """Raises `LayoutError` for batches that cannot be iterated over, such as a function that makes them."""
+  if not (hasattr(batches, '__iter__') or hasattr(batches, '__getitem__')):
+    raise LayoutError(
+      f'{by} has {with_article(type(batches).__name__)} in place of batches.\n'
+      'Fix: pass an iterable, such as a list, a generator, or a data loader.'
+    )
 
 
 class BatchSource:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
+from flax_spmd._src.data.batch_source import is_size
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import named, ranges
 from flax_spmd._src.public_module import set_module
@@ -54,13 +55,15 @@ class DataShard:
       size: number of rows of the global batch.
 
     Raises:
-      LayoutError: the rows do not divide into the shards.
+      LayoutError: `size` is no number of rows, or they do not divide into the shards.
 
     Example:
       >>> DataShard(index=1, count=4, processes=(1,)).local_size(256)
       64
     """
-    if size < 1 or size % self.count:
+    if not is_size(size):
+      raise LayoutError(f'{size!r} is no number of rows.\nFix: pass a whole number of 1 or more.')
+    if size % self.count:
       fits = max(self.count, size - size % self.count)
       raise LayoutError(
         f'A batch of {size} rows does not divide into {self.count} data shards of equal size.\n'

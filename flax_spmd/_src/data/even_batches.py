@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from flax_spmd._src.data.batch_source import NO_BATCH, has_positions
+from flax_spmd._src.data.batch_source import NO_BATCH, check_batches, has_positions, is_size
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import path_string
@@ -73,9 +73,10 @@ def even_batches(
   """
   if last not in ('pad', 'drop'):
     raise LayoutError(f"last={last!r} is not a choice.\nFix: pass 'pad' or 'drop'.")
-  if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
+  check_batches(batches, 'even_batches')
+  if not is_size(size):
     raise LayoutError(
-      f'even_batches cannot make batches of {size!r} rows.\nFix: pass a size of 1 or more.'
+      f'even_batches cannot make batches of {size!r} rows.\nFix: pass a whole number of 1 or more.'
     )
   return EvenBatches(batches, int(size), last, timeout)
 

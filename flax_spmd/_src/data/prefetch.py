@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from flax_spmd._src.data.batch_source import NO_BATCH, BatchSource
+from flax_spmd._src.data.batch_source import NO_BATCH, BatchSource, check_batches, is_size
 from flax_spmd._src.progress import BatchProgress, batch_progress
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import LayoutError
@@ -68,7 +68,7 @@ def prefetch(
     A generator, with `get_state` and `set_state`. It loads nothing before the first `next`.
 
   Raises:
-    LayoutError: `size` is not a positive integer, or `place` is not a function.
+    LayoutError: `batches` cannot be iterated over, `size` is no positive integer, or `place` no function.
 
   Example:
     >>> from flax_spmd import prefetch
@@ -78,10 +78,11 @@ def prefetch(
     >>> [(int(batch.sum()), batch.sharding.spec) for batch in ready]
     [(0, P('data', None)), (32, P('data', None)), (64, P('data', None))]
   """
-  if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+  check_batches(batches, 'prefetch')
+  if not is_size(size):
     raise LayoutError(
       f'prefetch cannot keep {size!r} batches ready.\n'
-      'Fix: pass a size of 1 or more; with 2, one batch is ready while the next one loads.'
+      'Fix: pass a whole number of 1 or more; with 2, one batch is ready while the next one loads.'
     )
   if not callable(place):
     raise LayoutError(
@@ -95,7 +96,7 @@ def prefetch(
   source = BatchSource(batches)
 
   def start() -> Generator[Placed, None, None]:
-    return _ahead(_Worker(source, place, size), context.copy(), batch_progress(progress, total))
+    return _ahead(_Worker(source, place, int(size)), context.copy(), batch_progress(progress, total))
 
   return PrefetchedBatches(source, start)
 

@@ -49,9 +49,13 @@ def warn_of_sharded_windows(name: str, programs: Iterable[Any], mesh: Any, repor
 
 
 def has_windows(jaxpr: Any, mesh: Any) -> bool:
-  """Whether a program has convolutions, and its mesh several axes."""
+  """Whether results of a program need convolutions, unlike those of a model's `init`, and its mesh has several axes."""
   if sum(size > 1 for size in axis_sizes(mesh).values()) < 2:
     return False
+  return _has_convolutions(jaxpr) and _has_convolutions(compat.live_program(jaxpr))
+
+
+def _has_convolutions(jaxpr: Any) -> bool:
   equations = compat.equations_in(jaxpr, lambda one: one.primitive.name != 'shard_map')
   return any(each.primitive.name == 'conv_general_dilated' for each in equations)
 

@@ -20,7 +20,7 @@ import copy
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import flax.linen as nn
@@ -558,10 +558,30 @@ def without_dimension(spec: PartitionSpec, index: int, rank: int) -> PartitionSp
 
 
 def _canonical(names: Any) -> Any:
-  """Names as a tuple. A bare string stays: the planner reports it together with the path."""
+  """Names as a tuple. A bare string stays: the planner reports it together with the path.
+
+  Raises:
+    LayoutError: they are no sequence: a set has no order, and an iterator would be empty in the next call.
+  """
   if isinstance(names, str):
     return names
-  return tuple(tuple(n) if isinstance(n, list) else n for n in names)
+  if isinstance(names, (Sequence, PartitionSpec)):
+    entries = tuple(tuple(each) if isinstance(each, list) else each for each in names)
+    if all(_is_entry(each) for each in entries):
+      return entries
+  raise LayoutError(
+    f'The names of a box in {compat.current_module() or "no module"} are {names!r}.\n'
+    "Fix: write a tuple with a name, a tuple of mesh axes, or None for each dimension, such as ('embed', None)."
+  )
+
+
+def _is_entry(name: Any) -> bool:
+  """Whether a part of an array's names can be compared, as names and tuples of mesh axes can."""
+  try:
+    hash(name)
+  except TypeError:
+    return False
+  return True
 
 
 def _same_value(a: Any, b: Any) -> bool:

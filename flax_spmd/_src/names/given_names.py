@@ -115,6 +115,7 @@ def _problems(unit: _NamedUnit, given: Iterable[Any]) -> Iterator[Problem]:
         f'{unit.path}: its names are {names!r}, a {type(names).__name__}.',
         'give a tuple of logical names, a PartitionSpec of mesh axes, or None.',
       )
+      return
   static, _ = static_of(unit.unit)
   boxed = (
     [] if static is None else [tuple(static.names) if static.logical else PartitionSpec(*static.names)]

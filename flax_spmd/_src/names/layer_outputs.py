@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -128,8 +129,20 @@ class LayerOutputs:
 
 
 def _arrays(args: Any) -> list[Any]:
-  """The arrays with dimensions in some arguments."""
-  return [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, 'ndim', 0)]
+  """The arrays with dimensions in the positional and keyword arguments of a method, which may be any objects."""
+  positional, keywords = args
+  leaves = itertools.chain.from_iterable(
+    map(_leaves, (*positional, *(keywords[name] for name in sorted(keywords))))
+  )
+  return [leaf for leaf in leaves if getattr(leaf, 'ndim', 0)]
+
+
+def _leaves(argument: Any) -> list[Any]:
+  """The leaves of an argument; none of one that JAX cannot flatten, such as a dictionary whose keys have no order."""
+  try:
+    return jax.tree.leaves(argument)
+  except (TypeError, ValueError):
+    return []
 
 
 def _is_batch_beside(array: Any, first: Any) -> bool:

@@ -116,7 +116,10 @@ class LayerTable:
     for cls in type(module).__mro__:
       for name, names in types.get(cls, ()):
         if name == below:
-          return (cls, name), names(module) if callable(names) else names
+          if callable(names):
+            names = names(module)
+            raise_problems(list(_name_problems(f'{cls.__name__}, {name!r}: its function', names)))
+          return (cls, name), names
     return None
 
   def idle(self, origins: Sequence[NameOrigin], paths: Iterable[str]) -> Iterator[Problem]:

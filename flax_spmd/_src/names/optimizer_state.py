@@ -226,18 +226,6 @@ def _is_optax_type(kind: type) -> bool:
   return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith('State')
 
 
-def inside_optax(tree: Any, path: KeyPath) -> bool:
-  """Whether a path goes through the state of an Optax optimizer."""
-  node = tree
-  for entry in path:
-    if isinstance(node, OptaxState):
-      return True
-    if isinstance(node, tuple) and type(node).__module__.split('.')[0] == 'optax':
-      return True
-    node = getattr(node, entry.name) if isinstance(entry, GetAttrKey) else node[key_value(entry)]
-  return False
-
-
 def _by_tail(parameters: Mapping[int, Unit], keys: Mapping[int, Any]) -> dict[Any, list[int]]:
   """The parameters by their names and the last keys that their state may repeat.
 

@@ -42,7 +42,6 @@ from flax_spmd._src.names.optimizer_state import (
   find_parameters,
   infer,
   infer_without_parameter,
-  inside_optax,
 )
 from flax_spmd._src.names.unit_paths import UnitPaths
 from flax_spmd._src.rules.decisions import padded
@@ -150,9 +149,13 @@ class TreeNames:
   @functools.cached_property
   def optimizer(self) -> list[bool]:
     """Whether each unit is optimizer state: part of an Optax state, or below one of the usual keys for it."""
-    of_optax = are_optimizer_state(self.tree, is_unit)
     below = (not _OPTIMIZER_KEYS.isdisjoint(path.split('/')) for path in self.paths)
-    return [a or b for a, b in zip(of_optax, below, strict=True)]
+    return [a or b for a, b in zip(self.of_optax, below, strict=True)]
+
+  @functools.cached_property
+  def of_optax(self) -> list[bool]:
+    """Whether each unit is part of an Optax state."""
+    return are_optimizer_state(self.tree, is_unit)
 
   @functools.cached_property
   def dtypes(self) -> list[Any]:
@@ -177,10 +180,6 @@ class TreeNames:
       for i, parameter in find_parameters(units).items()
       if units[i].shape == units[parameter].shape
     }
-
-  def is_optax_state(self, index: int) -> bool:
-    """Whether a unit is in the state of an Optax optimizer."""
-    return inside_optax(self.tree, self._key_paths[index])
 
   def reshaped_states(self, candidates: Sequence[int]) -> dict[int, tuple[int, str]]:
     """Finds optimizer state whose shape differs from its parameter's.
@@ -268,11 +267,12 @@ class TreeNames:
     inferred = {}
     for i, unit in units.items():
       shapes = [tuple(getattr(leaf, 'shape', ())) for leaf in jax.tree.leaves(self.values[i])]
-      parameter = units.get(parameter_of.get(i, -1))
-      if parameter is None or (not parameter.fits and inside_optax(self.tree, parameter.path)):
-        if _is_misnamed(unit) and inside_optax(self.tree, unit.path):
+      of = parameter_of.get(i)
+      if of is None or (not units[of].fits and self.of_optax[of]):
+        if _is_misnamed(unit) and self.of_optax[i]:
           inferred[i] = [infer_without_parameter(shape) for shape in shapes]
         continue
+      parameter = units[of]
       if unit.shape != parameter.shape:
         names, field, path = unit.static.names, field_of(unit.path), path_string(parameter.path)
         inferred[i] = [infer(names, parameter.shape, shape, field, path) for shape in shapes]

@@ -24,6 +24,7 @@ from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
 from flax_spmd._src.rules.placements import PlacedPart, is_table, parts
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import rank_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import FlaxSpmdError, LayoutError, MeshError, Problem, did_you_mean, raise_problems
 
@@ -208,7 +209,7 @@ def _stored(sharding: Sharding) -> Sharding:
 def _too_long(spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:
   count = f'{len(spec)} entries' if len(spec) > 1 else '1 entry'
   return Problem(
-    f'{spec} has {count} for an array of rank {len(shape)}, shape {shape}.',
+    f'{spec} has {count} for an array of {rank_text(shape)}.',
     'give at most one entry per dimension.',
   )
 

@@ -573,7 +573,7 @@ class _TreePlan:
     if not self._resolver.looks_at_paths or names.fields[index] is None:
       return False
     rule = self._path_rules[index]
-    if rule is None or not names.is_optax_state(index):
+    if rule is None or not names.of_optax[index]:
       return False
     keys = rule if isinstance(rule, tuple) else (rule,)
     searches = [self._search(keys[: depth + 1]) for depth in range(len(keys))]  # through the tables

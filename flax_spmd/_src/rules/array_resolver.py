@@ -29,7 +29,7 @@ from flax_spmd._src.rules.mesh_axes import RuleSource, resolve_axes
 from flax_spmd._src.rules.path_patterns import PathMatcher
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, rank_text
 from flax_spmd.errors import Problem, RulesError, UnmatchedNameError
 
 
@@ -292,8 +292,7 @@ class ArrayResolver:
     spec = aligned(spec, rank)
     if len(spec) > rank and leaf.size != 1:
       wrong = Problem(
-        f'rule {source.rule} {source.text} has {_entries(len(spec))} for an array of rank {rank}, '
-        f'shape {leaf.shape}.',
+        f'rule {source.rule} {source.text} has {_entries(len(spec))} for an array of {rank_text(leaf.shape)}.',
         f'give at most one entry per dimension, or add a rule for this path before rule {source.rule}.',
       )
       return Resolution(PartitionSpec(), (), (wrong,), source.rule)
@@ -344,8 +343,7 @@ def _with_padded_names(leaf: Leaf) -> Leaf:
 def wrong_number_of_names(leaf: Leaf) -> Problem:
   """The problem with the number of an array's names."""
   text = (
-    f'{plural(len(leaf.names), "name")} {tuple(leaf.names)!r} for an array of rank {len(leaf.shape)}, '
-    f'shape {leaf.shape}.'
+    f'{plural(len(leaf.names), "name")} {tuple(leaf.names)!r} for an array of {rank_text(leaf.shape)}.'
   )
   if len(leaf.names) > len(leaf.shape):
     return Problem(text, 'give at most one name per dimension.')

@@ -19,6 +19,7 @@ from jax.tree_util import KeyPath
 
 from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.rules.table import is_whole_table
+from flax_spmd._src.text import shown
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError
 
@@ -67,7 +68,7 @@ def parts(tree: Any, placements: Any, below: KeyPath = ()) -> tuple[list[PlacedP
     trees = treedef.flatten_up_to(tree)
   except (ValueError, TypeError) as error:
     raise LayoutError(
-      f'{f"{path_string(below)}: the" if below else "The"} placements {placements!r} are not a prefix of the tree: {error}\n'
+      f'{f"{path_string(below)}: the" if below else "The"} placements {placements!r} are not a prefix of the tree: {shown(error)}\n'
       "Fix: give one array's names, such as ('batch', None), for all leaves, or a tree of placements shaped "
       'like the arrays; mesh axes go into a PartitionSpec, rules into Rules(...).'
     ) from None

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import Leaf
+from flax_spmd._src.rules.clauses.axes_with_options import are_axes, as_axes, is_count
 from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import MeshAxisError, Problem, RulesError, raise_problems
@@ -49,7 +50,10 @@ def from_big_vision(
     {'other': P(None, None), 'params': {'kernel': P(None, 'data')}}
   """
   sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-  strategy, names = tuple(strategy), Rules.of(logical_rules)
+  strategy, names = (
+    tuple(strategy) if isinstance(strategy, Iterable) else (strategy,),
+    Rules.of(logical_rules),
+  )
   raise_problems(
     [problem for number, pair in enumerate(strategy) for problem in _problems(number, pair)]
   )
@@ -157,6 +161,12 @@ _ARGUMENTS = {
   'shard_dim': ('axis', 'dim', 'ignore_ndim_error'),
   'logical_partitioning': (),
 }
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+  'axis': lambda value: are_axes(as_axes(value)),
+  'dim': is_count,
+  'min_size_to_shard_mb': lambda value: isinstance(value, (int, float)),
+  'ignore_ndim_error': lambda value: isinstance(value, (bool, int)),
+}
 _REQUIRED = {'fsdp': {'axis'}, 'shard_dim': {'axis', 'dim'}}
 
 
@@ -211,6 +221,8 @@ def _operation(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
   known = arguments.keys() <= set(_ARGUMENTS[name]) and len(call.args) <= len(_ARGUMENTS[name])
   if not known or not _REQUIRED.get(name, set()) <= arguments.keys():
     raise ValueError(f'{text!r} has other arguments')
+  if not all(_KINDS[key](value) for key, value in arguments.items()):
+    raise ValueError(f'{text!r} has arguments of other kinds')
   return name, tuple(
     (key, tuple(value) if isinstance(value, list) else value) for key, value in arguments.items()
   )

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.table import Rules
-from flax_spmd.errors import RulesError
+from flax_spmd.errors import Problem, RulesError, raise_problems
 
 
 @set_module('flax_spmd.translate')
@@ -22,7 +23,7 @@ def from_easylm(rules: Iterable[tuple[str, PartitionSpec]]) -> Rules:
     rules: pairs of a regular expression and a PartitionSpec, as `get_partition_rules()` of a model returns.
 
   Raises:
-    RulesError: `rules` is not such a table, or is empty.
+    RulesError: `rules` is not such a table (lists all wrong pairs), or is empty.
 
   Example:
     >>> rules = translate.from_easylm([('attention/(wq|wk|wv)/kernel', PartitionSpec('fsdp', 'mp'))])
@@ -33,7 +34,17 @@ def from_easylm(rules: Iterable[tuple[str, PartitionSpec]]) -> Rules:
     Traceback (most recent call last):
     flax_spmd.errors.UnmatchedNameError: norm/kernel: no rule applies to this array of shape (8,), which has no names.
   """
-  table = Rules(*rules, unmatched='error')
+  pairs = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+  raise_problems(
+    [
+      Problem(
+        f'Pair {number} is {pair!r}.', 'write pairs of a path regex and a PartitionSpec.', RulesError
+      )
+      for number, pair in enumerate(pairs)
+      if not (is_pair(pair) and isinstance(pair[1], PartitionSpec))
+    ]
+  )
+  table = Rules(*pairs, unmatched='error')
   if not table:
     raise RulesError(
       'The table of EasyLM is empty, so it matches no array.\n'
