@@ -26,7 +26,7 @@ LAYOUT = spmd.Layout({'data': 8})
 
 # It runs as on another machine, and stops itself in its third save.
 VICTIM = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 import flax_spmd as spmd
@@ -36,20 +36,24 @@ from flax_spmd._src.checkpoint.storage import async_save, generations, head_leas
 process_identity._namespace = lambda: 'elsewhere'
 head_lease.LEASE = 1.0
 
+def stop():
+  os.kill(os.getpid(), signal.SIGSTOP)
+  time.sleep(1)  # if another thread takes the signal, this one could go on
+
 def stopping(owner, name, after=False):
   original = getattr(owner, name)
   def stopped(*arguments, **options):
     setattr(owner, name, original)
     if not after:
-      os.kill(os.getpid(), signal.SIGSTOP)
+      stop()
     result = original(*arguments, **options)
     if after:
-      os.kill(os.getpid(), signal.SIGSTOP)
+      stop()
     return result
   setattr(owner, name, stopped)
 
 points = {
-  'idle': lambda: os.kill(os.getpid(), signal.SIGSTOP),
+  'idle': stop,
   'before the lease': lambda: stopping(async_save, 'claim'),
   'before the arrays': lambda: stopping(ocp, 'save_async'),
   'before the manifest': lambda: stopping(generations, 'new_manifest'),

@@ -385,7 +385,8 @@ KILLED = """
 checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)
 if me == VICTIM:
   from flax_spmd._src.checkpoint.storage import async_save
-  async_save.WHERE = lambda *args: os.kill(os.getpid(), signal.SIGNAL)
+  from tests.processes import end_by
+  async_save.WHERE = lambda *args: end_by(signal.SIGNAL)
 report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout, overwrite=True)))
 os._exit(1)  # the other process is killed soon
 """

@@ -7,9 +7,10 @@ import pytest
 from tests.processes import run_processes
 
 SOURCE = """
-import os, signal, time
+import signal, time
 import jax.numpy as jnp
 import flax_spmd as spmd
+from tests.processes import end_by
 
 layout = spmd.Layout({'data': 2}, (('batch', 'data'),))
 x = layout.local_to_global(np.ones((4, 8), np.float32), ('batch', None))
@@ -17,7 +18,7 @@ step = layout.jit(lambda x: x / jnp.mean(x))  # waits for all processes
 for number in range(1_000_000):
   if number == 20 and jax.process_index() == VICTIM:
     report(time.time())
-    os.kill(os.getpid(), signal.SIGNAL)
+    end_by(signal.SIGNAL)
   x = jax.block_until_ready(step(x))
 """
 

@@ -200,9 +200,10 @@ def test_timeouts_that_are_no_seconds(timeout):
 def test_a_stopped_process_0_is_named():
   """It runs the coordination service too, which then never answers."""
   source = """
+from tests.processes import end_by
 for number in range(3):
   if number == 2 and me == 0:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    end_by(signal.SIGSTOP)
   begin = time.monotonic()
   try:
     w, value = step(w, batch)
