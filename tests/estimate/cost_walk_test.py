@@ -434,6 +434,38 @@ def test_an_activation_is_gathered_again_for_the_gradient_of_a_weight():
   assert_as_compiled(updated(loss, shapes, names, LONG), layout)
 
 
+def test_gradients_that_a_scan_stacks_are_scattered():
+  """A dimension of size 1 is added before the sum is reduced, and the stack is sharded."""
+  shapes, names = {'w': (3, WIDTH, WIDTH)}, {'w': (None, None, 'columns')}
+
+  def loss(state, batch):
+    def layer(x, w):
+      return spmd.with_logical_constraint(jnp.tanh(x @ w), ('batch', None, None)), None
+
+    return jnp.sum(jax.lax.scan(layer, batch['x'], state['w'].unbox())[0] ** 2)
+
+  layout = DATA.replace(rules=(('batch', 'data'), ('columns', 'data')))
+  assert_as_compiled(updated(loss, shapes, names, LONG), layout)
+
+
+@pytest.mark.parametrize('is_kept', [True, False])
+def test_a_loop_that_runs_once_is_none(is_kept):
+  """What a layer computes again is merged with the first time, unless a barrier keeps them apart."""
+  shapes, names = {'w': (1, WIDTH, ROWS)}, {'w': (None, None, None)}
+
+  def loss(state, batch):
+    def layer(x, w):
+      return x + jnp.sin(jnp.tanh(x @ w) @ w.T), None
+
+    layer = jax.checkpoint(layer, prevent_cse=is_kept)
+    return jnp.sum(jax.lax.scan(layer, batch['x'], state['w'].unbox())[0] ** 2)
+
+  train = updated(loss, shapes, names, LONG)
+  assert_as_compiled(train, DATA)
+  products = Estimator(train).estimate(DATA, parse_target('h100:8')).counts.flops
+  assert products / (2 * BATCH * 32 * WIDTH * ROWS / 8) == pytest.approx(7 if is_kept else 5, rel=0.02)
+
+
 @pytest.mark.parametrize(
   ('vocab', 'rules', 'arrays'),
   [

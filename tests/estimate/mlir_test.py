@@ -15,7 +15,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.mlir.inline import (
-  drop_converts,
+  drop_copies,
   drop_selects,
   drop_uniform,
   erase_dead,
@@ -106,7 +106,7 @@ def test_a_scatter_that_is_added_is_one_onto_the_sum(start, added, is_shared, on
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
     inline_all(module)
-    drop_converts(module.operation)
+    drop_copies(module.operation)
     scatter_into_sums(module.operation)
     erase_dead(module.operation)
     assert module.operation.verify()

@@ -88,20 +88,23 @@ def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[i
 def forwarded_sums(graph: Graph, uses: Mapping[int, int], sums: Collection[int]) -> frozenset[int]:
   """The results of operations that rearrange or widen a partial sum before it is reduced.
 
-  A sum is widened before it is reduced if it is then added to another one, or to a loop's carry; it is cut only on
+  A dimension of size 1 is added before it, as of the gradient of a layer that a scan stacks. A sum is widened before it is reduced if it is then added to another one, or to a loop's carry; it is cut only on
   the way to carries.
   """
-  return frozenset(_forwarded(graph.main, uses, sums))
+  return frozenset(_forwarded(graph.main, graph, uses, sums))
 
 
-def _forwarded(block: Block, uses: Mapping[int, int], sums: Collection[int]) -> Iterator[int]:
+def _forwarded(
+  block: Block, graph: Graph, uses: Mapping[int, int], sums: Collection[int]
+) -> Iterator[int]:
   added = {value for op in block.ops if op.kind == 'add' for value in op.operands if uses[value] == 1}
   for op in reversed(block.ops):
     if op.kind in _IN_SUMS:
       [result, operand] = op.results[0], op.operands[0]
       is_alone = uses[operand] == 1
+      before, after = (list(filter(_is_several, graph.values[one].shape)) for one in (operand, result))
       if (
-        (op.kind in _FORWARDS and is_alone)
+        ((op.kind in _FORWARDS or (op.kind == 'reshape' and before == after)) and is_alone)
         or result in sums
         or (result in added and op.kind == 'convert' and is_alone)
       ):
@@ -109,7 +112,11 @@ def _forwarded(block: Block, uses: Mapping[int, int], sums: Collection[int]) -> 
       if result in added and op.kind != 'slice' and is_alone:
         added.add(operand)
     for inner in op.blocks:
-      yield from _forwarded(inner, uses, sums)
+      yield from _forwarded(inner, graph, uses, sums)
+
+
+def _is_several(size: int) -> bool:
+  return size != 1
 
 
 def origins(graph: Graph) -> dict[int, int]:

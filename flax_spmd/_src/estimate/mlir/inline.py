@@ -6,6 +6,7 @@ Each operation costs time in every propagation, so those that cannot matter are 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -37,6 +38,12 @@ _CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
 _BROADCAST = 'stablehlo.broadcast_in_dim'
 _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
 _OTHER_SIDE = {'lhs': 'rhs', 'rhs': 'lhs'}
+_COPIES = {  # operations whose result may be one of their operands, by its position
+  'stablehlo.convert': 0,
+  'stablehlo.reshape': 0,
+  'stablehlo.dynamic_slice': 0,
+  'stablehlo.dynamic_update_slice': 1,
+}
 _CONSTRAINT = 'sdy.sharding_constraint'
 _KEPT_APART = tuple(f'stablehlo.{kind}' for kind in ('optimization_barrier', 'custom_call', 'rng'))
 _APART = 'apart'  # attribute of broadcasts that are not merged
@@ -82,18 +89,41 @@ def _all_ops(op: Any) -> Iterator[Any]:
         yield from _all_ops(view.operation)
 
 
+def inline_single_iterations(module: Any) -> None:
+  """Replaces each loop that runs once by its body, as XLA does before propagation: a scan over one layer, say."""
+  for op in reversed(list(_all_ops(module))):  # inner loops first
+    if op.name == 'stablehlo.while' and _runs_once(op):
+      _inline(op, op.regions[1].blocks[0])
+
+
+def _runs_once(loop: Any) -> bool:
+  """Whether a loop's condition is that a counter is less than its start plus 1."""
+  condition = loop.regions[0].blocks[0]
+  compared = condition.operations[len(condition.operations) - 1].operation.operands[0].owner
+  if isinstance(compared, ir.Block) or compared.name != 'stablehlo.compare':
+    return False
+  if 'LT' not in str(compared.operation.attributes['comparison_direction']):
+    return False
+  outer = [
+    loop.operands[ir.BlockArgument(value).arg_number] if isinstance(value.owner, ir.Block) else value
+    for value in compared.operation.operands
+  ]
+  ends = list(map(_constant, outer))
+  return all(end is not None for end in ends) and operator.sub(*map(_number, reversed(ends))) == 1
+
+
 def _inline(call: Any, block: Any) -> None:
-  """Replaces a call by a copy of its function's block, with the call's location as the caller of each operation."""
+  """Replaces a call, or a loop, by a copy of a block; the location of a call is the caller of each operation."""
   substitutes = dict(zip(block.arguments, call.operands))
   before = ir.InsertionPoint(call)
   for view in block.operations:
     op = view.operation
-    if op.name == 'func.return':
+    if op.name.endswith('.return'):
       for result, value in zip(call.results, op.operands):
         result.replace_all_uses_with(substitutes.get(value, value))
       break
     copy = op.clone(before)
-    for each in (copy, *_all_ops(copy)):
+    for each in (copy, *_all_ops(copy)) if call.name == 'func.call' else ():
       each.location = ir.Location.callsite(each.location, [call.location])
     _replace_operands(copy, substitutes)
     substitutes |= dict(zip(op.results, copy.results))
@@ -269,12 +299,26 @@ def drop_selects(module: Any) -> None:
         op.results[0].replace_all_uses_with(op.operands[1])
 
 
-def drop_converts(module: Any) -> None:
-  """Drops conversions of arrays to the dtype that they have."""
+def drop_copies(module: Any) -> None:
+  """Drops conversions of arrays to the dtype that they have, slices and updates of whole arrays, and reshapes back."""
   for op in list(_all_ops(module)):
-    if op.name == 'stablehlo.convert' and op.operands[0].type == op.results[0].type:
-      op.results[0].replace_all_uses_with(op.operands[0])
-      op.erase()
+    if op.name in _COPIES:
+      value = op.operands[_COPIES[op.name]]
+      while op.name == 'stablehlo.reshape' and value.type != op.results[0].type and _is_reshaped(value):
+        value = value.owner.operation.operands[0]
+      if value.type == op.results[0].type:
+        op.results[0].replace_all_uses_with(value)
+        op.erase()
+
+
+def _is_reshaped(value: Any) -> bool:
+  """Whether a value is another one with further dimensions of size 1, or without some."""
+  op = value.owner
+  if isinstance(op, ir.Block) or op.name not in ('stablehlo.reshape', _BROADCAST):
+    return False
+  if op.name == _BROADCAST and not _is_sorted(op.operation.attributes['broadcast_dimensions']):
+    return False
+  return math.prod(_shape(op.operation.operands[0])) == math.prod(_shape(value))
 
 
 def merge_equal(module: Any) -> None:
@@ -421,7 +465,11 @@ def _scatter_of(value: Any) -> Any:
 
 def _is_zero(value: Any) -> bool:
   number = _constant(value)
-  return number is not None and not float(str(number).split(' : ')[0])
+  return number is not None and not _number(number)
+
+
+def _number(attribute: Any) -> float:
+  return float(str(attribute).split(' : ')[0])
 
 
 def erase_dead(module: Any) -> None:

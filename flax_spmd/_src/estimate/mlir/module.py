@@ -18,11 +18,12 @@ from jaxlib.mlir import ir, passmanager
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.mlir.inline import (
-  drop_converts,
+  drop_copies,
   drop_selects,
   drop_uniform,
   erase_dead,
   inline_all,
+  inline_single_iterations,
   merge_equal,
   merge_unary,
   order_by_operands,
@@ -78,7 +79,8 @@ class PreparedModule:
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
       inline_all(self._module)
-      drop_converts(self._module.operation)
+      inline_single_iterations(self._module.operation)
+      drop_copies(self._module.operation)
       merge_equal(self._module.operation)
       replace_chlo(self._module.operation)
       drop_uniform(self._module.operation)
