@@ -1,6 +1,6 @@
 """Accuracy and cost of the search: estimates against compilers and published step times, and the time of a search.
 
-The model is that of `layout_model.py` with 8 layers, for 64 H100s. Six questions:
+The model is that of `layout_model.py` with 8 layers, for 64 H100s. Seven questions:
 
 - How far are estimated bytes on the wire and memory from compiled ones, and how good are the layouts that the
   estimates rank first? A new random sample of candidates is estimated and compiled. It is drawn as in a
@@ -12,6 +12,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Six question
   verdict on whether it fits, and the ranking, by model. `--layouts` is the number of layouts for each model and target.
 - How much memory do the activations of 16 functions take, in two dtypes (`activations.py`)? And random layers with
   norms, biases, dropout and convolutions (`random_blocks.py`)? `--blocks` is their number.
+- The same for as many random transformers, with their losses, optimizers and layouts (`random_transformers.py`).
 - How many published step times are in the brackets that are fitted to the others? See `published_steps.py`.
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
@@ -20,6 +21,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Six question
     python benchmarks/search.py --only strangers --layouts 8 --seed 5   # minutes for each layout
     python benchmarks/search.py --only strangers --models t5,gqa --targets h100:8
     python benchmarks/search.py --only activations --blocks 40 --seed 5   # minutes
+    python benchmarks/search.py --only transformers --blocks 40 --seed 5   # minutes
     python benchmarks/search.py --only fits            # needs the wheels of `flax-spmd[tpu]`
     python benchmarks/search.py --only published       # seconds each; needs cuDNN, for its attention
 
@@ -44,6 +46,7 @@ import activations
 import layout_model
 import published_steps
 import random_blocks
+import random_transformers
 import strange_steps
 import strangers
 from harness import Figure, at_least, at_most, cpu_seconds, exact
@@ -203,13 +206,15 @@ def main() -> int:
   )
   options.add_argument(
     '--only',
-    choices=('activations', 'sample', 'fits', 'strangers', 'search', 'published'),
+    choices=('activations', 'sample', 'fits', 'strangers', 'search', 'published', 'transformers'),
     help='run only this part',
   )
   options.add_argument(
     '--layouts', type=int, default=2, help='layouts of each of the strangers on each target (default 2)'
   )
-  options.add_argument('--blocks', type=int, default=24, help='random layers (default 24)')
+  options.add_argument(
+    '--blocks', type=int, default=24, help='random layers, and random transformers (default 24)'
+  )
   options.add_argument('--models', default=','.join(strangers.MODELS), help='which of the strangers')
   options.add_argument('--targets', default=','.join(strange_steps.TARGETS), help='their targets')
   options.add_argument(
@@ -265,6 +270,11 @@ def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) 
     blocks = random_blocks.measured(random_blocks.drawn(arguments.blocks, seed), log)
     collected += random_blocks.figures(blocks)
     tables.append(random_blocks.table(blocks, seed))
+  if arguments.only in (None, 'transformers') and random_transformers.TARGET in available:
+    log(f'random transformers, seed {seed}')
+    cases = random_transformers.measured(random_transformers.drawn(arguments.blocks, seed), log)
+    collected += random_transformers.figures(cases)
+    tables.append(random_transformers.table(cases, seed))
   if arguments.only in (None, 'search') and TARGET in available:
     os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # an empty cache
     figures, details['search'] = searched()

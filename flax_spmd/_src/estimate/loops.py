@@ -88,8 +88,8 @@ def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[i
 def forwarded_sums(graph: Graph, uses: Mapping[int, int], sums: Collection[int]) -> frozenset[int]:
   """The results of operations that rearrange or widen a partial sum before it is reduced.
 
-  A dimension of size 1 is added before it, as of the gradient of a layer that a scan stacks. A sum is widened before it is reduced if it is then added to another one, or to a loop's carry; it is cut only on
-  the way to carries.
+  A dimension of size 1 is added before the reduction, as of the gradient of a layer that a scan stacks. A sum is widened
+  before it is reduced if it is then added to another one, or to a loop's carry; it is cut only on the way to carries.
   """
   return frozenset(_forwarded(graph.main, graph, uses, sums))
 

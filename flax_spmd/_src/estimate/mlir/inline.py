@@ -312,7 +312,7 @@ def drop_copies(module: Any) -> None:
 
 
 def _is_reshaped(value: Any) -> bool:
-  """Whether a value is another one with further dimensions of size 1, or without some."""
+  """Whether a value has the elements of another one, in their order."""
   op = value.owner
   if isinstance(op, ir.Block) or op.name not in ('stablehlo.reshape', _BROADCAST):
     return False
