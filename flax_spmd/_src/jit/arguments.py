@@ -215,7 +215,8 @@ class Arguments(NamedTuple):
     """A cache key with everything that the structure and shardings of a result on a mesh can depend on."""
     leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
     described = tuple([_leaf_signature(leaf, mesh) for leaf in leaves])
-    return treedef, described, len(args), self.statics(args, kwargs), jax.config.jax_enable_x64
+    wide = getattr(jax.config, 'jax_enable_x64')  # noqa: B009, not in the types of every version
+    return treedef, described, len(args), self.statics(args, kwargs), wide
 
   def structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The part of the signature that costs little: the structure of the arguments, and the static ones."""
