@@ -77,7 +77,7 @@ class DirectReads:
     self._record, self._folder = record, folder
     own = [folder / child.name for child in _children(folder) if _OF_PROCESS.fullmatch(child.name)]
     self._indexes = [[_index_of(folder)], [_index_of(each) for each in sorted(own)]]
-    self._names = _names(record)
+    self._names = names_of_arrays(record)
 
   def read(
     self, requests: Mapping[str, Any], memory: int | None = None
@@ -245,7 +245,7 @@ def _children(folder: epath.Path) -> list[epath.Path]:
     return []
 
 
-def _names(record: Record) -> dict[str, str]:
+def names_of_arrays(record: Record) -> dict[str, str]:
   """The name that Orbax gave each array: the keys of the written tree, joined by dots."""
   is_packed = any(leaf.packed for leaf in record.leaves.values())
   if isinstance(record.skeleton, int) and not is_packed:

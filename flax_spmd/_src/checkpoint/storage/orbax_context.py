@@ -53,12 +53,17 @@ def context(
   return options
 
 
-def local_context(path: str | os.PathLike[str], memory: int) -> ocp.Context:
+def local_context(path: str | os.PathLike[str], memory: int, lacks_zeros: bool = False) -> ocp.Context:
   """Orbax's context for reads of one process. It does not wait for the other processes of the job.
 
   So an error in one process cannot leave the others waiting.
+
+  Args:
+    path, memory: as for `context`.
+    lacks_zeros: whether missing data is zeros, and no error.
   """
   options = context(path, memory=memory)
+  options.array.loading.raise_array_data_missing_error = not lacks_zeros
   options.multiprocessing.active_processes = {jax.process_index()}
   options.multiprocessing.primary_host = jax.process_index()
   return options

@@ -6,12 +6,13 @@ Anyone may have written or damaged them: sizes and names are checked before they
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.parsed_json import expect, json_object, parsing
+from flax_spmd._src.checkpoint.storage.tensorstore_slices import kvstore_of
 from flax_spmd.errors import CheckpointDamagedError
 
 METADATA, TREE_METADATA, INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
@@ -19,6 +20,7 @@ PART = 'state'  # the folder that Orbax v1 writes arrays to
 UNFINISHED = 'orbax-checkpoint-tmp'
 _INDEX = 'manifest.ocdbt'  # of the bytes of arrays
 _ARRAYS = ('jax.Array', 'np.ndarray', 'scalar')  # Orbax's names of types that have bytes of their own
+_EMPTY: dict[Any, Any] = {'Dict': {}, 'List': [], 'None': None}  # those that have none
 _LARGEST_METADATA = 512 << 20  # bytes; 10,000 leaves take two million
 
 
@@ -93,14 +95,41 @@ def described_keys(path: epath.Path, part: str) -> list[tuple[str, ...]]:
   Raises:
     CheckpointDamagedError: the description is not JSON.
   """
-  content = read_metadata(path / part / TREE_METADATA, path).get('tree_metadata')
-  entries = content.values() if isinstance(content, dict) else ()
-  return [tuple(_keys(entry)) for entry in entries if _is_array(entry)]
+  content = read_metadata(path / part / TREE_METADATA, path)
+  return [tuple(_keys(entry)) for entry in _entries(content) if _array_value(entry)]
 
 
-def _is_array(entry: Any) -> bool:
+def array_values(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """What Orbax's description of a part says about the value of each array."""
+  return [value for entry in _entries(content) if (value := _array_value(entry))]
+
+
+def empty_values(content: Mapping[str, Any]) -> dict[str, Any]:
+  """The values in Orbax's description of a part that have no bytes: empty containers and None, by keys joined by dots."""
+  values = {
+    '.'.join(_keys(entry)): entry.get('value_metadata')
+    for entry in _entries(content)
+    if isinstance(entry, dict)
+  }
+  kinds = {name: value.get('value_type') for name, value in values.items() if isinstance(value, dict)}
+  return {name: _EMPTY[kind] for name, kind in kinds.items() if kind in _EMPTY}
+
+
+def _entries(content: Mapping[str, Any]) -> Iterable[Any]:
+  entries = content.get('tree_metadata')
+  return entries.values() if isinstance(entries, dict) else ()
+
+
+def _array_value(entry: Any) -> dict[str, Any] | None:
   value = entry.get('value_metadata') if isinstance(entry, dict) else None
-  return isinstance(value, dict) and value.get('value_type') in _ARRAYS
+  return value if isinstance(value, dict) and value.get('value_type') in _ARRAYS else None
+
+
+def array_kvstore(folder: epath.Path, name: str) -> dict[str, Any]:
+  """TensorStore's key-value store of an array: in the index of the bytes of arrays, or in a folder of its own."""
+  if (folder / _INDEX).exists():
+    return {'driver': 'ocdbt', 'base': kvstore_of(folder), 'path': f'{name}/'}
+  return kvstore_of(folder / name)
 
 
 def _keys(entry: Any) -> list[str]:

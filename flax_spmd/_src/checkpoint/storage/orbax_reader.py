@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -13,7 +14,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import buckets, contents, skeleton
-from flax_spmd._src.checkpoint.storage.direct_reads import Contradiction, DirectReads
+from flax_spmd._src.checkpoint.storage.absent_zeros import may_lack_zeros, warn_of_absent
+from flax_spmd._src.checkpoint.storage.direct_reads import Contradiction, DirectReads, names_of_arrays
 from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.orbax_folders import (
@@ -76,6 +78,8 @@ class OrbaxReader:
     empty, stored = self._by_emptiness(own)
     with buckets.listed_once(self.folder):
       check_names(self.folder, self._name())
+      if self._lacks_zeros:
+        warn_of_absent(self.path, self._arrays(), names_of_arrays(self.record), stored)
       leaves = self._read_packed(stored, memory) if self._is_packed else self._read(stored, memory)
     leaves |= empty
     self._check_keys(leaves)
@@ -193,7 +197,7 @@ class OrbaxReader:
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with local_context(self.folder, _in_flight(target, memory)):
+      with local_context(self.folder, _in_flight(target, memory), self._lacks_zeros):
         return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       refused = refusal(error, self.path)
@@ -203,6 +207,16 @@ class OrbaxReader:
 
   def _name(self) -> str | None:
     return self._part or part_with_arrays(self.folder)
+
+  def _arrays(self) -> epath.Path:
+    """The folder of the arrays."""
+    name = self._name()
+    return self.folder / name if name else self.folder
+
+  @functools.cached_property
+  def _lacks_zeros(self) -> bool:
+    """Whether chunks of zeros may be missing; not in checkpoints of ours."""
+    return not self.has_own_record and may_lack_zeros(self._arrays())
 
 
 def _in_flight(target: Any, memory: int | None) -> int:

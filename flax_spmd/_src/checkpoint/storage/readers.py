@@ -1,8 +1,8 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `WholeFileReader` reads the files
-of `flax.training.checkpoints`, EasyLM and numpy, `T5xReader` those of T5X with the arrays beside them, and `SafetensorsReader`
-those of Hugging Face.
+of `flax.training.checkpoints`, EasyLM and numpy, `StoredArraysReader` those with arrays beside them, of T5X and of Orbax before
+0.6, and `SafetensorsReader` those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import Any, Protocol
 
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.aggregated_file import (
+  aggregated_reader,
+  has_placeholders,
+  is_aggregated,
+)
 from flax_spmd._src.checkpoint.storage.orbax_folders import PART, folder_and_part, parts_with_arrays
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader, foreign_record
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_others
@@ -34,6 +39,7 @@ from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
 from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsReader
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.stored_arrays import StoredArraysReader
 from flax_spmd._src.checkpoint.storage.t5x_reader import T5xReader, is_t5x
 from flax_spmd._src.checkpoint.storage.whole_file_reader import (
   WholeFileReader,
@@ -112,18 +118,28 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
   if KEY in custom and part in (None, PART):
     return OrbaxReader(folder, from_json(custom[KEY], os.fspath(given)))
   if part is not None:
-    return OrbaxReader(folder, foreign_record(folder, part), part)
+    return _reader_of_part(folder, part)
   return _reader_of_parts(folder, parts_with_arrays(folder))
 
 
 def _msgpack_reader(file: epath.Path) -> CheckpointReader:
   content = flax_tree(file)
   try:
+    if has_placeholders(content):
+      return aggregated_reader(file.parent, file.parent)
     return T5xReader(file, content) if is_t5x(content) else WholeFileReader(file, content)
   except CheckpointError:
     raise
   except (ValueError, TypeError, RecursionError) as error:  # JAX refuses keys of different types
     raise not_flax(file, error) from error
+
+
+def _reader_of_part(folder: epath.Path, name: str | None) -> OrbaxReader | StoredArraysReader:
+  """The reader of a part of a checkpoint of Orbax; raises as `_reader_of_parts`."""
+  inner = folder / name if name else folder
+  if is_aggregated(inner):
+    return aggregated_reader(folder, inner)
+  return OrbaxReader(folder, foreign_record(folder, name), name)
 
 
 def _reader_of_parts(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
@@ -134,17 +150,16 @@ def _reader_of_parts(folder: epath.Path, names: Sequence[str | None]) -> Checkpo
   Raises:
     CheckpointDamagedError: no part can be read.
   """
-  records: dict[str | None, Record] = {}
+  readers: dict[str | None, OrbaxReader | StoredArraysReader] = {}
   damage: dict[str, CheckpointDamagedError] = {}
   for name in names:
     try:
-      records[name] = foreign_record(folder, name)
+      readers[name] = _reader_of_part(folder, name)
     except CheckpointDamagedError as error:
       damage[str(name)] = error
-  if not records:
+  if not readers:
     raise next(iter(damage.values()))
-  states = {name: record for name, record in records.items() if is_state(record)} or records
-  readers = {name: OrbaxReader(folder, record, name) for name, record in states.items()}
+  readers = {name: each for name, each in readers.items() if is_state(each.record)} or readers
   if len(readers) == 1 and not damage:
     (reader,) = readers.values()
   else:
