@@ -262,6 +262,41 @@ def test_as_many_parts_as_names(tmp_path):
     Fix: name as many parts as the stacked dimension has, or choose another dimension.""")
 
 
+def test_layers_that_do_not_count_from_0(tmp_path):
+  """As where the first layers are dense and the others have experts; as with every second layer of another kind."""
+  save_file({f'layers.{n}.w': VALUES + n for n in (1, 2, 3)}, tmp_path / 'x.safetensors')
+  target = {'sparse': {'w': np.zeros((3, 8, 24), np.float32)}}
+  changes = Changes(stacks={'sparse': ('layers/{}', 0)})
+  text = refused(checkpoint.restore, tmp_path, target, changes=changes)
+  assert (
+    text
+    == dedent(f"""\
+    Checkpoint {tmp_path} does not match the target:
+    sparse: the checkpoint has the layers 1, 2, 3; stacks counts them from 0, without gaps.
+    sparse/w: in the target (float32[3,8,24]), not in the checkpoint.
+    layers/1/w: in the checkpoint (float32[8,24]), not in the target.
+    layers/2/w: in the checkpoint (float32[8,24]), not in the target.
+    layers/3/w: in the checkpoint (float32[8,24]), not in the target.
+    Fix: name them in order: pass Changes(stacks={{'sparse': ('layers/{{1,2,3}}', 0)}}).
+    Fix: restore into a state of the model and optimizer that was saved; for renamed leaves, pass Changes(renames={{'old': 'new'}}); to keep the target's values of leaves that were not saved, pass Changes(missing='regex'); to leave saved leaves out, pass Changes(unused='regex').""")
+  )
+
+
+@settings(max_examples=25)
+@given(st.sets(st.integers(0, 12), min_size=1, max_size=5))
+def test_the_fix_for_any_numbers_of_layers_stacks_them_in_order(tmp_path_factory, numbers):
+  path = tmp_path_factory.mktemp('layers')
+  save_file({f'layers.{n}.w': VALUES + n for n in numbers}, path / 'x.safetensors')
+  target = {'blocks': {'w': np.zeros((len(numbers), 8, 24), np.float32)}}
+  changes = Changes(stacks={'blocks': 'layers/{}'})
+  if numbers != set(range(len(numbers))):
+    text = refused(checkpoint.restore, path, target, changes=changes)
+    (fix,) = [line for line in text.splitlines() if line.startswith('Fix: name them in order: pass ')]
+    changes = eval(fix.removeprefix('Fix: name them in order: pass ').removesuffix('.'))
+  restored = checkpoint.restore(path, target, changes=changes)['blocks']['w']
+  assert np.array_equal(restored, np.stack([VALUES + n for n in sorted(numbers)]))
+
+
 def test_a_pattern_that_matches_nothing_is_reported_with_other_problems(tmp_path):
   path = by_safetensors(tmp_path)
   changes = Changes(rearranged={'kernel$': 'a b -> b a'})

@@ -325,7 +325,7 @@ def test_renames_that_collide_or_match_nothing(tmp_path):
     a and b are both renamed to c.
     renames: 'zz' matches no path of the checkpoint.
     Fix: make the pattern in renames match only one of them.
-    Fix: look up the paths with flax-spmd checkpoint show.""")
+    Fix: look up paths and names with flax-spmd checkpoint show.""")
 
 
 def test_a_renamed_leaf_displaces_the_leaf_at_its_new_path(tmp_path):

@@ -241,7 +241,7 @@ def test_arguments(tmp_path):
   assert refused(save, tmp_path / 'a', one, changes=changes) == dedent("""\
     renames: '^v$' matches no path of the checkpoint.
     w: 'a b -> b a' does not fit float64[8]: it has 2 dimensions.
-    Fix: look up the paths with flax-spmd checkpoint show.
+    Fix: look up paths and names with flax-spmd checkpoint show.
     Fix: correct the arrangement in rearranged; its left side describes the saved dimensions.""")
   assert os.listdir(tmp_path) == []
 

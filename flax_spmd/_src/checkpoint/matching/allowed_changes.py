@@ -43,7 +43,8 @@ class Changes:
       further dimensions on both sides. It precedes `stacks`.
     stacks: layers stacked in one module on one side, as by `nn.scan`, and in a module each on the other:
       `{'layers': 'layers_{}'}`, where `{}` stands for the layer's number. Names in its place,
-      `{'qkv': '{query,key,value}'}`, are those of parts that one array holds together. If names and shapes leave the
+      `{'qkv': '{query,key,value}'}`, are those of parts that one array holds together; numbers, `'layers/{1,3,5}'`, are those
+      of layers that do not count from 0. If names and shapes leave the
       stacked dimension open, add it: `{'layers': ('layers_{}', 0)}`. Several stacks of one array apply in order; the
       dimension of all but the last is then the first, unless it is given. Optimizer state follows its parameters.
     axes: replacements of logical names whose meaning is unchanged, old to new.
@@ -232,7 +233,10 @@ def _check_stack(stacked: str, single: Any) -> None:
       f"Fix: write {{}} once, where the number goes: stacks={{{stacked!r}: '{stacked}_{{}}'}}."
     )
   labels = [label.strip() for label in marks[0].split(',')]
-  if marks[0] and (len(set(labels)) < max(len(labels), 2) or any(not x or '/' in x for x in labels)):
+  fewest = 1 if labels[0].isdecimal() else 2  # there may be one layer
+  if marks[0] and (
+    len(set(labels)) < max(len(labels), fewest) or any(not x or '/' in x for x in labels)
+  ):
     raise CheckpointError(
       f'stacks={{{stacked!r}: {single!r}}} does not name several different parts.\n'
       f"Fix: write their names in order: stacks={{{stacked!r}: '{{query,key,value}}'}}."

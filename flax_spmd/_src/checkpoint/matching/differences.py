@@ -23,7 +23,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   renamed_axes,
   stacks_of,
 )
-from flax_spmd._src.checkpoint.matching.matcher import Matched
+from flax_spmd._src.checkpoint.matching.matcher import SHOW, Matched
 from flax_spmd._src.checkpoint.matching.optimizer_states import state_fields
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, nodes, record_of
 from flax_spmd._src.checkpoint.storage.record import (
@@ -81,14 +81,14 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
   for stack in stacks_of(changes):
     if not any(stack.split(path) or stack.number(path) for side in sides for path in side):
       text = f'stacks: no path contains {stack.stacked!r} or {stack.text!r}.'
-      yield Problem(text, _SHOW)
+      yield Problem(text, SHOW)
   for pattern, _ in changes.renames if changes.only is not None else ():  # else it is reported anyway
     if not any(re.search(pattern, path) for path in saved.leaves):
-      yield Problem(f'renames: {pattern!r} matches no path of {changes.only}.', _SHOW)
+      yield Problem(f'renames: {pattern!r} matches no path of {changes.only}.', SHOW)
   paths = {new for path in saved.leaves for new in renamed(changes, path)}
   for pattern, _ in changes.rearranged:
     if not any(map(searcher(pattern), paths)):
-      yield Problem(f'rearranged: {pattern!r} matches no path of the checkpoint.', _SHOW)
+      yield Problem(f'rearranged: {pattern!r} matches no path of the checkpoint.', SHOW)
   names = {name for side in sides for leaf in side.values() for name in leaf.names or ()}
   texts = {name for name in names if isinstance(name, str)}
   for argument, given in (
@@ -98,10 +98,7 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
   ):
     for name in given:
       if name not in texts:
-        yield Problem(f'{argument}: no dimension is named {name!r}.{did_you_mean(name, texts)}', _SHOW)
-
-
-_SHOW = 'look up paths and names with flax-spmd checkpoint show.'
+        yield Problem(f'{argument}: no dimension is named {name!r}.{did_you_mean(name, texts)}', SHOW)
 
 
 # -- whole leaves

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
@@ -78,6 +78,7 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
   ]:
     del routes[path]
   missing = [path for path in candidates if path not in routes]
+  matcher.check_numbers(missing)
   used = {source for route in routes.values() for source in route.sources}
   unused = [old for old in dict.fromkeys(matcher.saved_by_path.values()) if old not in used]
   return Matched(routes, missing, unused, matcher.moved, matcher.problems)
@@ -120,7 +121,7 @@ class _Matcher:
     for pattern, _ in self.changes.renames if self.changes.only is None else ():
       if not any(re.search(pattern, path) for path in self.saved):
         text = f'renames: {pattern!r} matches no path of the checkpoint.'
-        self.problems.append(Problem(text, _SHOW))
+        self.problems.append(Problem(text, SHOW))
     return unchanged | changed
 
   def route(self, path: str, leaf: LeafRecord) -> Route | None:
@@ -250,7 +251,9 @@ class _Matcher:
     if axis is None:
       return self._placeholder(path, tuple(s for part in found for s in part.sources), leaf)
     if leaf is not None and leaf.shape[axis] != len(found) and not self.changes.resized:
-      self._wrong_count(path, len(found), leaf.shape[axis])
+      module = (stack.split(other) or ('',))[0] + stack.stacked
+      if stack.labels is not None or self._check_numbers(stack, module):
+        self._wrong_count(path, len(found), leaf.shape[axis])
     route = converted(found, 'stack', axis=axis)
     return self._arranged(route, merged, other) if merged else route
 
@@ -373,6 +376,28 @@ class _Matcher:
       self._wrong(f'{path}: its dimension {name!r} does not stack layers, as {listed} does.', _ODD)
     return odd
 
+  def check_numbers(self, missing: Iterable[str]) -> None:
+    """Reports stacks of missing leaves whose single layers have other numbers than 0, 1, 2, ..."""
+    for path in missing:
+      for stack in self._stacks if not may_be_missing(self.changes, path) else ():
+        parts = stack.split(path)
+        if parts is not None and stack.labels is None:
+          self._check_numbers(stack, parts[0] + stack.stacked)
+
+  def _check_numbers(self, stack: LayerStack, module: str) -> bool:
+    """Whether the layers of a stacked module are numbered from 0 without gaps; reported if not."""
+    found = filter(None, map(stack.number, self.saved_by_path))
+    numbers = sorted({number for path, number in found if f'{path}/'.startswith(f'{module}/')})
+    if numbers == list(range(len(numbers))):
+      return True
+    labels = tuple(map(str, numbers))
+    listed = stack._replace(labels=labels).text
+    text = f'{module}: the checkpoint has the layers {", ".join(labels)}; stacks counts them from 0, without gaps.'
+    choice = f'Changes(stacks={{{stack.stacked!r}: {(listed if stack.axis is None else (listed, stack.axis))!r}}})'
+    if all(text != problem.text for problem in self.problems):
+      self._wrong(text, f'name them in order: pass {choice}.')
+    return False
+
   def _wrong_count(self, path: str, saved: int, target: int) -> None:
     self._wrong(f'{path}: the checkpoint has {plural(saved, "layer")}, the target {target}.', _COUNT)
 
@@ -380,7 +405,7 @@ class _Matcher:
     self.problems.append(Problem(text, fix))
 
 
-_SHOW = 'look up the paths with flax-spmd checkpoint show.'
+SHOW = 'look up paths and names with flax-spmd checkpoint show.'
 _ODD = (
   "such state cannot be converted; to keep the target's own, pass Changes(missing='regex', unused='regex') "
   'with patterns for its paths.'
