@@ -282,6 +282,21 @@ def test_layers_that_do_not_count_from_0(tmp_path):
   )
 
 
+def test_a_named_layer_that_is_not_there(tmp_path):
+  save_file({f'layers.{n}.w': VALUES + n for n in (1, 2)}, tmp_path / 'x.safetensors')
+  target = {'sparse': {'w': np.zeros((3, 8, 24), np.float32)}}
+  changes = Changes(stacks={'sparse': 'layers/{1,2,3}'}, unused='.*')
+  assert (
+    refused(checkpoint.restore, tmp_path, target, changes=changes)
+    == dedent(f"""\
+    Checkpoint {tmp_path} does not match the target:
+    sparse/w: stacks makes it of layers/{{1,2,3}}, and the checkpoint has no layers/3/w.
+    sparse/w: in the target (float32[3,8,24]), not in the checkpoint.
+    Fix: name the layers that the checkpoint has, or rename them first.
+    Fix: restore into a state of the model and optimizer that was saved; to keep the target's values of leaves that were not saved, pass Changes(missing='regex').""")
+  )
+
+
 @settings(max_examples=25)
 @given(st.sets(st.integers(0, 12), min_size=1, max_size=5))
 def test_the_fix_for_any_numbers_of_layers_stacks_them_in_order(tmp_path_factory, numbers):

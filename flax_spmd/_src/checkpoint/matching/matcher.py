@@ -377,12 +377,22 @@ class _Matcher:
     return odd
 
   def check_numbers(self, missing: Iterable[str]) -> None:
-    """Reports stacks of missing leaves whose single layers have other numbers than 0, 1, 2, ..."""
+    """Reports stacks of missing leaves whose single layers have other numbers than 0, 1, 2, ..., or lack a name."""
     for path in missing:
-      for stack in self._stacks if not may_be_missing(self.changes, path) else ():
+      for number, stack in enumerate(self._stacks) if not may_be_missing(self.changes, path) else ():
         parts = stack.split(path)
         if parts is not None and stack.labels is None:
           self._check_numbers(stack, parts[0] + stack.stacked)
+        elif parts is not None:
+          self._check_labels(stack, path, self._stacks[:number])
+
+  def _check_labels(self, stack: LayerStack, path: str, before: tuple[LayerStack, ...]) -> None:
+    """Reports a stacked leaf of which the checkpoint has some named layers, and not others."""
+    singles = [stack.single_path(path, number) for number in range(len(stack.labels or ()))]
+    absent = [single for single in singles if self._found(path, single, None, before) is None]
+    if 0 < len(absent) < len(singles):
+      text = f'{path}: stacks makes it of {stack.text}, and the checkpoint has no {", ".join(absent)}.'
+      self._wrong(text, 'name the layers that the checkpoint has, or rename them first.')
 
   def _check_numbers(self, stack: LayerStack, module: str) -> bool:
     """Whether the layers of a stacked module are numbered from 0 without gaps; reported if not."""
