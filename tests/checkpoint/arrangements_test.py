@@ -282,6 +282,56 @@ def test_layers_that_do_not_count_from_0(tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  ('fused', 'heads'),
+  [('(parts=4 kv=4 head)', '(groups kv)'), ('(kv=4 parts=4 head)', '(kv groups)')],
+  ids=['phi3', 'falcon'],
+)
+def test_fused_projections_of_fewer_keys_than_queries(tmp_path, fused, heads):
+  """The parts are two groups of queries, keys and values: one after the other, or for each head of keys."""
+  weights = np.arange(2 * 64 * 32, dtype=np.float32).reshape(2, 64, 32)
+  save_file({f'layers.{n}.attn.qkv.weight': weights[n] for n in range(2)}, tmp_path / 'x.safetensors')
+  changes = Changes(
+    renames={'/weight$': '/kernel'},
+    rearranged={
+      '/qkv/kernel$': f'{fused} embed -> parts embed kv head',
+      '/q/kernel$': f'... groups embed kv head -> ... embed {heads} head',
+    },
+    stacks={'attn/qkv': 'attn/{q_0,q_1,k,v}', 'attn/q': 'attn/q_{}', 'layers': 'layers/{}'},
+  )
+  shapes = {'q': (2, 32, 8, 4), 'k': (2, 32, 4, 4), 'v': (2, 32, 4, 4)}
+  boxes = {
+    name: spmd.LogicallyPartitioned(jnp.zeros(shape), ('layers', 'embed', 'heads', 'head'))
+    for name, shape in shapes.items()
+  }
+  target = LAYOUT.abstract(lambda: {'layers': {'attn': {n: {'kernel': b} for n, b in boxes.items()}}})
+  restored = spmd.unbox(checkpoint.restore(tmp_path, target, changes=changes))['layers']['attn']
+  if heads == '(groups kv)':
+    ends = {'q': (0, 32), 'k': (32, 48), 'v': (48, 64)}
+    parts = {name: weights[:, begin:end] for name, (begin, end) in ends.items()}
+  else:
+    of_keys = weights.reshape(2, 4, 4, 4, 32)
+    parts = {'q': of_keys[:, :, :2], 'k': of_keys[:, :, 2], 'v': of_keys[:, :, 3]}
+  for name, shape in shapes.items():
+    expected = parts[name].reshape(2, -1, 4, 32).transpose(0, 3, 1, 2)
+    assert expected.shape == shape and np.array_equal(restored[name]['kernel'], expected)
+
+
+def test_experts_of_each_layer(tmp_path):
+  values = np.arange(2 * 3 * 8 * 24, dtype=np.float32).reshape(2, 3, 24, 8)
+  names = {f'layers.{n}.moe.experts.{x}.w1.weight': values[n, x] for n in range(2) for x in range(3)}
+  save_file(names, tmp_path / 'x.safetensors')
+  changes = Changes(
+    renames={'/w1/weight$': '/up'},
+    rearranged={'/up$': 'out in -> in out'},
+    stacks={'/experts': '/experts/{}', 'layers': 'layers/{}'},
+  )
+  box = spmd.LogicallyPartitioned(jnp.zeros((2, 3, 8, 24)), ('layers', 'experts', 'embed', 'mlp'))
+  target = LAYOUT.abstract(lambda: {'layers': {'moe': {'experts': {'up': box}}}})
+  restored = spmd.unbox(checkpoint.restore(tmp_path, target, changes=changes))
+  assert np.array_equal(restored['layers']['moe']['experts']['up'], values.swapaxes(-1, -2))
+
+
 def test_a_named_layer_that_is_not_there(tmp_path):
   save_file({f'layers.{n}.w': VALUES + n for n in (1, 2)}, tmp_path / 'x.safetensors')
   target = {'sparse': {'w': np.zeros((3, 8, 24), np.float32)}}
