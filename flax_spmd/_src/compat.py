@@ -779,6 +779,11 @@ def copies_across_processes() -> bool:
   return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
 
 
+def has_cpu_collectives() -> bool:
+  """Whether programs on CPUs of several processes can exchange arrays."""
+  return jax.config.values['jax_cpu_collectives_implementation'] is not None
+
+
 # -- JAX's traces; true of jax 0.10.2 to 0.12
 
 

@@ -186,6 +186,32 @@ for number in range(3):
     )
 
 
+NO_COLLECTIVES = "jax.config.update('jax_cpu_collectives_implementation', None)\n"
+
+
+def test_no_transport_between_processes():
+  """An error of the compilation, on both."""
+  source = """
+try:
+  step.compile(w, batch)
+except spmd.errors.PipelineError as error:
+  report(str(error))
+"""
+  for result in run(source, 2, 30, NO_COLLECTIVES):
+    assert result.value == (
+      'The transfer "rank 0 -> rank 1: float32[2,8] of microbatch 0" is between processes 0-1, whose CPUs have no '
+      'collectives: jax_cpu_collectives_implementation is None.\n'
+      "Fix: leave it at 'gloo', its default, on every process; or set jax_cross_host_transfer_socket_address."
+    )
+
+
+def test_copies_by_jax_need_no_collectives():
+  source = 'report([float(step(w, batch)[1]), float(jax.jit(train_step)(w, batch)[1])])'
+  for result in run(source, 2, 30, NO_COLLECTIVES + JAX_COPIES):
+    actual, expected = result.value
+    assert abs(actual - expected) < 1e-6
+
+
 @pytest.mark.parametrize('timeout', [0, -1, None, True, '30'])
 def test_timeouts_that_are_no_seconds(timeout):
   import flax_spmd as spmd

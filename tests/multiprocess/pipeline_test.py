@@ -227,3 +227,53 @@ report([trained(layout.pipeline_jit(step)), trained(jax.jit(step))])
   for result in results:
     losses, expected = result.value
     assert losses == pytest.approx(expected, abs=1e-5)
+
+
+OVERLAP = """
+import time
+import jax.numpy as jnp
+import flax_spmd as spmd
+from flax_spmd import pipeline
+from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer
+
+tasks, transfers, move = [], [], ProcessTransfer._run
+
+def waits(_):
+  begin = time.monotonic()
+  time.sleep(0.1)
+  tasks.append((begin, time.monotonic()))
+  return np.float32(0)
+
+def noted(self, arrays):
+  begin = time.monotonic()
+  moved = move(self, arrays)
+  transfers.append((begin, time.monotonic()))
+  return moved
+
+ProcessTransfer._run = noted
+
+def loss(w, x):
+  for k in range(2):
+    zero = jax.pure_callback(waits, jax.ShapeDtypeStruct((), x.dtype), jax.lax.stop_gradient(x[0, 0]))
+    x = pipeline.stage_end(x * w[k] + zero)
+  return x.mean()
+
+step = spmd.Layout({'stage': 2, 'data': 1}, ()).pipeline_jit(lambda w, batch: pipeline.accumulate(
+  lambda x: jax.value_and_grad(loss)(w, x), batch, pipeline.GPipe(2)))
+arguments = [np.float32(1)] * 2, np.ones((8, 1024, 1024), np.float32)  # a transfer of 4 MiB
+for _ in range(2):
+  tasks.clear(), transfers.clear()
+  jax.block_until_ready(step(*arguments))
+report([tasks, transfers])
+"""
+
+
+def test_transfers_run_while_tasks_do():
+  """Each activation but the last one is sent while the next task of its rank runs."""
+  tasks, transfers = run_processes(OVERLAP, processes=2, devices=1)[0].value
+  assert len(tasks) == 8
+  in_flight = [
+    sum(min(end, stop) - max(begin, start) for start, stop in transfers if start < end and begin < stop)
+    for begin, end in tasks[1:]
+  ]
+  assert min(in_flight) > 0, (tasks, transfers)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax import lax
 
 import flax_spmd as spmd
 from flax_spmd._src.pipeline.cut.auto_stages import FLOPS_PER_BYTE, choose, cost
@@ -104,6 +105,43 @@ def test_explicit_stage_ends_take_precedence():
   model = Model((256, 16, 16, 16), marked=True)
   trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)
   assert ranks_of(trained) == [[0], [1], [2], [3]]
+
+
+def scanned(take, params, batch):
+  """Sums of losses and gradients by `lax.scan`."""
+
+  def one_pass(total, x):
+    return jax.tree.map(jnp.add, total, take(params, x)), None
+
+  return lax.scan(one_pass, (0.0, jax.tree.map(jnp.zeros_like, params)), batch)[0]
+
+
+def counted(take, params, batch):
+  """The same by `lax.fori_loop`, which takes the rows of a microbatch itself."""
+
+  def one_pass(number, total):
+    return jax.tree.map(jnp.add, total, take(params, lax.dynamic_index_in_dim(batch, number, 0, False)))
+
+  return lax.fori_loop(0, len(batch), one_pass, (0.0, jax.tree.map(jnp.zeros_like, params)))
+
+
+@pytest.mark.parametrize('loop', [scanned, counted])
+def test_loops_without_accumulate(loop):
+  model = Model((64,) * 4)
+
+  def step(params, batch):
+    def loss(params, x):
+      return jnp.mean((model.apply({'params': params}, x) - jnp.sin(x)) ** 2)
+
+    value, grads = loop(jax.value_and_grad(loss), params, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+  params = params_of(model)
+  new, value = LAYOUT.pipeline_jit(step, stages=4, schedule=OneFOneB(4))(params, X)
+  expected, expected_value = jax.jit(step)(params, X)
+  assert ranks_of(new) == [[0], [1], [2], [3]]
+  np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), new, expected)
 
 
 def test_more_stages_than_possible_ends():

@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+import flax_spmd as spmd
 from flax_spmd.pipeline import (
   Add,
   Concat,
+  DualPipeV,
   Interleaved1F1B,
   Max,
   Mean,
+  ZeroBubbleH1,
   accumulate,
   stage_end,
 )
@@ -94,6 +98,31 @@ def test_has_aux_by_each_op(schedule):
   _, (_, aux) = check(training(loss, schedule, ops, has_aux=True), PARAMS, X, Y)
   assert aux['result'].shape == (MICROBATCHES * ROWS, WIDTH)
   assert aux['rows'] == MICROBATCHES * ROWS
+
+
+@pytest.mark.parametrize('weighted', [ZeroBubbleH1(STAGES), DualPipeV(2)], ids=str)
+def test_weights_of_the_batch_scale_gradients_and_are_results(weighted):
+  """The last backward repeats what the first forward computes, and hands it to its weight gradient."""
+  layout = LAYOUT if weighted.ranks == STAGES else spmd.Layout({'stage': 2, 'data': 4}, LAYOUT.rules)
+
+  def step(params, x, mask):
+    def one_pass(carry, each):
+      count = each[1].sum()
+
+      def loss(params):
+        h = mlp(params, each[0])
+        return jnp.sum(jnp.mean(h**2, -1) * each[1]) / count
+
+      value, grads = jax.value_and_grad(loss)(params)
+      grads = jax.tree.map(lambda total, g: total + count * g, carry[0], grads)
+      return (grads, carry[1] + count), (value, count)
+
+    start = jax.tree.map(jnp.zeros_like, params), 0.0
+    (grads, total), (losses, counts) = lax.scan(one_pass, start, (x, mask))
+    return descend(params, jax.tree.map(lambda g: g / total, grads)), losses, counts
+
+  mask = (Y[:, :, 0] > 0).astype(jnp.float32)
+  check(step, PARAMS, X, mask, layout=layout, schedule=weighted)
 
 
 def test_gradients_of_inputs(schedule):

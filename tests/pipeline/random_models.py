@@ -232,7 +232,8 @@ def random_step(rng, schedule, microbatches, split):
   loss, tx = random_model(rng, schedule.stages), OPTIMIZERS[rng.integers(len(OPTIMIZERS))]()
   total = (pp.Mean, pp.Add)[rng.integers(2)]
   rows = (pp.Stack(), pp.Concat(), pp.Stack(axis=1))[rng.integers(3)]
-  auxiliary = {'predictions': rows, 'logits': (pp.Max, rows)[rng.integers(2)], 'statistics': pp.Mean}
+  auxiliary = {'predictions': rows, 'logits': (pp.Max, rows)[rng.integers(2)]}
+  auxiliary |= {'statistics': pp.Mean, 'weight': pp.Stack}
 
   def step(state, batch, key):
     params, memory, average = state
@@ -241,8 +242,14 @@ def random_step(rng, schedule, microbatches, split):
       (x, tokens, targets), index = one
       index = index if split is None else index[0]
       keyed = jax.random.fold_in(key, index)
-      grad = jax.value_and_grad(loss, has_aux=True)
-      return grad(params, x, tokens, targets, index, keyed)
+      weight = 0.5 + jnp.mean(tokens > 2)  # of the batch alone: any task can compute it
+
+      def weighted(params):
+        value, beside = loss(params, x, tokens, targets, index, keyed)
+        return value / weight, beside | {'weight': weight}
+
+      result, grads = jax.value_and_grad(weighted, has_aux=True)(params)
+      return result, jax.tree.map(lambda g: weight * g, grads)
 
     count = split or microbatches
     numbers = jnp.arange(count) if split is None else jnp.tile(jnp.arange(count), len(batch[0]) // count)

@@ -99,6 +99,7 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
 
   equations, results = eq.flatten(jaxpr, arguments, opens)
   within = [one for one in equations if marked(one) or passes(one)]
+  within = within or list(filter(_takes_gradients, equations))
   loops = [one for one in within if one.name == 'scan']
   loop = next(filter(_has_microbatches, loops), None)
   kinds = (stage_end_p, may_end_p) if loop is None else (stage_end_p,)
@@ -118,15 +119,25 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   return _looped(arguments, equations, results, loop, marked, passes)
 
 
+def _takes_gradients(scan: Equation) -> bool:
+  """Whether it is a microbatch loop without `accumulate`, of a model without marks."""
+  return scan.name == 'scan' and _directions(scan, may_end_p) >= {'forward', 'backward'}
+
+
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  return not _marks_in(scan).isdisjoint(('microbatch', 'backward'))
+  return not _marks_in(scan).isdisjoint(('microbatch', 'backward')) or _takes_gradients(scan)
 
 
 def _marks_in(equation: Equation) -> set[str]:
   """The marks inside an equation: directions of stage ends, and 'microbatch'."""
-  directions = {one.params['direction'] for one in eq.occurrences(equation, stage_end_p)}
-  return directions | {'microbatch' for _ in eq.occurrences(equation, microbatch_p)}
+  return _directions(equation, stage_end_p) | {
+    'microbatch' for _ in eq.occurrences(equation, microbatch_p)
+  }
+
+
+def _directions(equation: Equation, primitive: Any) -> set[str]:
+  return {one.params['direction'] for one in eq.occurrences(equation, primitive)}
 
 
 def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:

@@ -325,9 +325,8 @@ def _calls_to_inline(
 ) -> dict[Equation, frozenset[str]]:
   """The calls to inline, each with the primitives of the calls inside it to inline as well.
 
-  In the forward pass: calls with results that the backward reads, since it might keep fewer bytes from
-    inside
-  the call. In the backward pass: all calls, if gradients of weights are separate tasks.
+  In the forward pass: calls with results that the backward reads, since it might keep fewer bytes from inside the
+  call. In the backward pass: all calls, if gradients of weights are separate tasks.
   """
   backward = [one for one in body.equations if position[one] >= positions.stages]
   late = {value for one in backward for value in one.values}

@@ -335,13 +335,26 @@ def _split_weights(task: TaskProgram, tasks: list[TaskProgram]) -> list[TaskProg
   kind, stage = task.key
   if kind != 'bwd':
     return [task]
-  others = set().union(*(other.inputs for other in tasks if other is not task))
-  first = eq.needed(task.equations, [value for value in task.outputs if value in others])
+  others = [other for other in tasks if other is not task]
+  awaited = set().union(*(other.inputs for other in others))
+  first = eq.needed(task.equations, [value for value in task.outputs if value in awaited])
   rest = [one for one in task.equations if one not in set(first)]
+  # the second task reads what the first one repeats of other tasks: a value has one producer, so these copies are new
+  computed = {value for one in first for value in one.outputs}
+  copies = {value: Value(value.aval) for other in others for value in other.outputs if value in computed}
+  first, rest = ([_renamed(one, copies) for one in each] for each in (first, rest))
   read = {*eq.free_values(rest), *task.outputs}
   outputs = [value for one in first for value in one.outputs if value in read]
   late = [value for one in rest for value in one.outputs if value in set(task.outputs)]
   return [TaskProgram(('bwd', stage), first, outputs), TaskProgram(('wgrad', stage), rest, late)]
+
+
+def _renamed(equation: Equation, names: Mapping[Value, Value]) -> Equation:
+  """An equation on other values; itself if it has none of them."""
+  if names.keys().isdisjoint((*equation.values, *equation.outputs)):
+    return equation
+  inputs = [eq.lookup(names, atom) for atom in equation.inputs]
+  return equation.on(inputs, [names.get(value, value) for value in equation.outputs])
 
 
 # -- accumulators

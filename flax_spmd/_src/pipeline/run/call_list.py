@@ -32,9 +32,7 @@ from flax_spmd._src.pipeline.schedules.tasks import Step
 from flax_spmd._src.text import plural
 
 _LARGE_RESULT = 1 << 16  # bytes; up to this size, a result of arguments alone is kept on several ranks
-_SMALL_RESULT = (
-  512  # bytes; up to this size, a result is sent to every process: losses, norms; of a state the scalars
-)
+_SMALL_RESULT = 512  # bytes; up to this size, a result is sent to every process; of a state the scalars
 _WIDTH = 28  # characters of the first column of a list
 
 Port: TypeAlias = tuple[Value, int]

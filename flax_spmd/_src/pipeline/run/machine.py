@@ -115,10 +115,8 @@ class Machine:
     """Runs the step one instruction at a time; returns the results and the seconds per task."""
     registers, seconds = self._loaded(leaves), {}
     for one in self.code:
-      if (
-        one.sends
-      ):  # its reader waits for it; between processes, it has to wait itself, where the watch sees it
-        one.run(registers)
+      if one.sends:
+        one.run(registers)  # its reader waits; between processes the transfer does, under the watch
         continue
       jax.block_until_ready([registers[number] for number in one.inputs])
       begin = time.perf_counter()

@@ -33,8 +33,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.compat import from_shards
 from flax_spmd._src.data.host_values import placed
+from flax_spmd._src.multihost import named
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh, view
+from flax_spmd.errors import PipelineError
 
 
 class TransferThread:
@@ -126,6 +128,9 @@ class ProcessTransfer:
 
   Attributes:
     has_to_wait: whether the arrays are those that `wait` returns.
+
+  Raises:
+    PipelineError: JAX has no collectives for these CPUs.
   """
 
   def __init__(
@@ -146,6 +151,12 @@ class ProcessTransfer:
     other = (target, target_mesh) if self._sends else (source, source_mesh)
     self._wait = _wait(*other, text)
     self.has_to_wait = joint.devices.flat[0].platform == 'cpu'
+    if self.has_to_wait and not compat.has_cpu_collectives():
+      raise PipelineError(
+        f'The transfer "{text}" is between {named(sorted(processes_of(joint)))}, whose CPUs have no collectives: '
+        'jax_cpu_collectives_implementation is None.\n'
+        "Fix: leave it at 'gloo', its default, on every process; or set jax_cross_host_transfer_socket_address."
+      )
     self._running: Future[list[jax.Array]] | None = None
     self._joint, self._target = (
       [NamedSharding(mesh, spec) for spec in specs] for mesh in (joint, target_mesh)
