@@ -81,11 +81,13 @@ class WalkResult(NamedTuple):
     counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
     doubts: places where XLA could choose otherwise, one line each.
+    about_memory: those that remain where the collectives and the FLOPs are known.
   """
 
   counts: Counts
   temporaries: float
   doubts: tuple[str, ...]
+  about_memory: tuple[str, ...]
 
 
 class _Known(NamedTuple):
@@ -246,8 +248,9 @@ class AnalyzedGraph:
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
-    doubts = walk.doubts.texts(sum(one.wire for one in collectives), memory, walk.flops)
-    return WalkResult(counts, peak + kept, doubts)
+    costs = sum(one.wire for one in collectives), memory, walk.flops
+    doubts = (each.texts(*costs) for each in (walk.doubts, walk.doubts.about_memory()))
+    return WalkResult(counts, peak + kept, *doubts)
 
 
 def _chip_dtype(dtype: str) -> str:
@@ -604,7 +607,9 @@ class _CostWalk:
     if not any(one.kind == 'all-to-all' for one in changes):
       return
     if value in self.analyzed.argument_derived:
-      self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
+      self.doubts.add(
+        op.source, 'a weight that activations shard along another dimension', Bound(math.inf)
+      )
       return
     # that of this array, or of another one of the same chain
     bound = Bound(wire=times * wire_bytes(changes, self.sizes))

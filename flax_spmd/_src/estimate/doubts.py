@@ -20,7 +20,7 @@ from flax_spmd._src.text import size_text
 
 _WIRE, _MEMORY, _FLOPS = 0.05, 0.05, 0.01  # shares of a step's costs; doubts below them do not matter
 _LISTED = 0.01  # share of all doubts; those below it are not listed
-_LEAST = 2**14  # bytes on the wire; a step with less counts as this much
+LEAST = 2**14  # bytes on the wire; a step with less counts as this much
 
 
 class Bound(NamedTuple):
@@ -40,7 +40,7 @@ class Bound(NamedTuple):
     return Bound(self.wire + other.wire, max(self.memory, other.memory), self.flops + other.flops)
 
 
-UNBOUNDED = Bound(math.inf)
+UNBOUNDED = Bound(math.inf, math.inf)
 
 
 def gathered(value: GraphValue, spec: Spec, sizes: Mapping[str, int], times: int) -> Bound:
@@ -73,6 +73,13 @@ class Doubts:
     text = f'{source}: {reason}'
     self._kept[text] = self._kept.get(text, 0.0) + memory
 
+  def about_memory(self) -> Doubts:
+    """The doubts that remain where the collectives and the FLOPs are known."""
+    doubts = Doubts()
+    doubts._bounds = {text: Bound(memory=bound.memory) for text, bound in self._bounds.items()}
+    doubts._kept = self._kept
+    return doubts
+
   def texts(self, wire: float, memory: float, flops: float) -> tuple[str, ...]:
     """One line per doubt, largest first; none if they cannot matter together.
 
@@ -86,7 +93,7 @@ class Doubts:
     for bound in bounds.values():
       total = total.plus(bound)
     total = total._replace(memory=max(total.memory, sum(self._kept.values())))
-    is_small = total.wire <= _WIRE * max(wire, _LEAST) and total.memory <= _MEMORY * memory
+    is_small = total.wire <= _WIRE * max(wire, LEAST) and total.memory <= _MEMORY * memory
     if is_small and total.flops <= _FLOPS * flops:
       return ()
     largest = sorted(bounds.items(), key=lambda item: (-item[1].wire, -item[1].memory))
@@ -101,7 +108,7 @@ class Doubts:
 
 
 def _extent(bound: Bound) -> str:
-  if math.isinf(bound.wire):
+  if math.isinf(bound.wire) or math.isinf(bound.memory):
     return ''
   if bound.wire:
     return f', by up to {size_text(bound.wire)} on the wire'

@@ -1,0 +1,69 @@
+"""Partitioned steps: the FLOPs and collectives of a whole step, as XLA partitions it.
+
+That takes a few times as long as an estimate, and leaves no doubt about them. The partitioner ends before it combines
+collectives; here they are combined as in estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flax_spmd._src.compare.partitioner import partitioner
+from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
+from flax_spmd._src.estimate.cost_walk import WalkResult
+from flax_spmd._src.estimate.doubts import LEAST
+from flax_spmd._src.estimate.resharding import CollectiveOp
+from flax_spmd._src.hlo.counts import Collective, Counts, count_module
+from flax_spmd._src.hlo.parser import HloModule, parse
+from flax_spmd._src.text import size_text
+
+_ALIKE = (
+  0.08  # largest relative difference in bytes on the wire of a walk that has the compiler's arrays
+)
+
+
+def partitioned_counts(code: bytes, sizes: Mapping[str, int]) -> Counts | None:
+  """The counts of a step as XLA for GPUs partitions it; None if it cannot.
+
+  The memory traffic is that before operations are fused.
+
+  Args:
+    code: the step as MLIR bytecode, with shardings.
+    sizes: size per mesh axis, in order.
+  """
+  text = partitioner().partition(code, tuple(sizes.values()))
+  if text is None:
+    return None
+  module = parse(text)
+  counts = count_module(module, sizes)
+  return counts._replace(collectives=_combined(module, counts.collectives, sizes))
+
+
+def _combined(
+  module: HloModule, collectives: tuple[Collective, ...], sizes: Mapping[str, int]
+) -> tuple[Collective, ...]:
+  """Collectives, combined where they are independent; those over devices that are no part of the mesh are as before."""
+  named = {one.name: one for one in collectives if one.axes}
+  combiner = CollectiveCombiner(sizes)
+  for computation in module.computations.values():
+    for instruction in computation.instructions.values():
+      combiner.add_dependences((instruction.name,), instruction.operands)
+      if one := named.get(instruction.name):
+        op = CollectiveOp(one.kind, one.axes, one.bytes)
+        combiner.add(one.name, (op,), one.times, one.dtype, one.op, one.source, computation.name)
+  found = [*combiner.collectives(), *(one for one in collectives if not one.axes)]
+  return tuple(sorted(found, key=lambda one: -one.wire))
+
+
+def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
+  """The costs of a walk with the FLOPs and collectives of a partitioned step.
+
+  What remains in doubt is the memory; where the walk has other collectives than the partitioned step, all of it.
+  """
+  known = costs.counts._replace(flops=counts.flops, collectives=counts.collectives)
+  estimated, partitioned = (sum(one.wire for one in each.collectives) for each in (costs.counts, counts))
+  doubts = costs.about_memory
+  if abs(estimated - partitioned) > _ALIKE * max(estimated, partitioned, LEAST):
+    sizes = f'{size_text(estimated)} on the wire, and XLA has {size_text(partitioned)}'
+    doubts = (*doubts, f'memory: that of a step with {sizes}')
+  return costs._replace(counts=known, doubts=doubts)
