@@ -80,12 +80,14 @@ class WalkResult(NamedTuple):
   Attributes:
     counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
+    memory: peak memory in bytes with the arguments.
     doubts: places where XLA could choose otherwise, one line each.
     about_memory: those that remain where the collectives and the FLOPs are known.
   """
 
   counts: Counts
   temporaries: float
+  memory: float
   doubts: tuple[str, ...]
   about_memory: tuple[str, ...]
 
@@ -250,7 +252,7 @@ class AnalyzedGraph:
     memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
     costs = sum(one.wire for one in collectives), memory, walk.flops
     doubts = (each.texts(*costs) for each in (walk.doubts, walk.doubts.about_memory()))
-    return WalkResult(counts, peak + kept, *doubts)
+    return WalkResult(counts, peak + kept, memory, *doubts)
 
 
 def _chip_dtype(dtype: str) -> str:
@@ -488,6 +490,8 @@ class _CostWalk:
     elif required.padded:
       self._add_padded(op, required)
     self._add_halos(op, required, times)
+    self.gathered_bytes += required.split
+    self.hbm += 2 * times * required.split
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times

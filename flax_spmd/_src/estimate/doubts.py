@@ -20,7 +20,7 @@ from flax_spmd._src.text import size_text
 
 _WIRE, _MEMORY, _FLOPS = 0.05, 0.05, 0.01  # shares of a step's costs; doubts below them do not matter
 _LISTED = 0.01  # share of all doubts; those below it are not listed
-LEAST = 2**14  # bytes on the wire; a step with less counts as this much
+_LEAST = 2**14  # bytes on the wire; a step with less counts as this much
 
 
 class Bound(NamedTuple):
@@ -93,7 +93,7 @@ class Doubts:
     for bound in bounds.values():
       total = total.plus(bound)
     total = total._replace(memory=max(total.memory, sum(self._kept.values())))
-    is_small = total.wire <= _WIRE * max(wire, LEAST) and total.memory <= _MEMORY * memory
+    is_small = total.wire <= _WIRE * max(wire, _LEAST) and total.memory <= _MEMORY * memory
     if is_small and total.flops <= _FLOPS * flops:
       return ()
     largest = sorted(bounds.items(), key=lambda item: (-item[1].wire, -item[1].memory))

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from flax_spmd._src.compare.partitioner import partitioner
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.cost_walk import WalkResult
-from flax_spmd._src.estimate.doubts import LEAST
 from flax_spmd._src.estimate.resharding import CollectiveOp
 from flax_spmd._src.hlo.counts import Collective, Counts, count_module
 from flax_spmd._src.hlo.parser import HloModule, parse
@@ -58,12 +57,21 @@ def _combined(
 def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
   """The costs of a walk with the FLOPs and collectives of a partitioned step.
 
-  What remains in doubt is the memory; where the walk has other collectives than the partitioned step, all of it.
+  What remains in doubt is the memory; all of it, where the walk has other collectives than the partitioned step.
   """
   known = costs.counts._replace(flops=counts.flops, collectives=counts.collectives)
-  estimated, partitioned = (sum(one.wire for one in each.collectives) for each in (costs.counts, counts))
-  doubts = costs.about_memory
-  if abs(estimated - partitioned) > _ALIKE * max(estimated, partitioned, LEAST):
-    sizes = f'{size_text(estimated)} on the wire, and XLA has {size_text(partitioned)}'
-    doubts = (*doubts, f'memory: that of a step with {sizes}')
+  doubts, ours, theirs = costs.about_memory, _written(costs.counts), _written(counts)
+  apart = sum(abs(ours.get(key, 0.0) - theirs.get(key, 0.0)) for key in ours | theirs)
+  if apart > _ALIKE * costs.memory:
+    text = f'memory: collectives that write {size_text(apart)} are others than the estimate has'
+    doubts = (*doubts, text)
   return costs._replace(counts=known, doubts=doubts)
+
+
+def _written(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
+  """The bytes that collectives write, each in one run, by kind and mesh axes."""
+  written: dict[tuple[str, tuple[str, ...]], float] = {}
+  for one in counts.collectives:
+    grown = {'all-gather': one.group, 'reduce-scatter': 1 / one.group}.get(one.kind, 1.0)
+    written[one.kind, one.axes] = written.get((one.kind, one.axes), 0.0) + one.bytes * grown
+  return written
