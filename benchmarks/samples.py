@@ -3,10 +3,11 @@
 Layouts are drawn as in a search: from the starting points, by random changes. A seed gives the same sample again.
 """
 
+import functools
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,38 +90,49 @@ class Sample(NamedTuple):
   """The pairs of a step and a target, and the CPU time of its estimates.
 
   Attributes:
-    pairs: the candidates with both outcomes.
-    failed: the candidates without one of them, with the error.
-    seconds: CPU time of the estimates.
+    pairs: the candidates with both outcomes; their whole step is partitioned where that is possible.
+    quick: the same candidates with estimates for which it is not partitioned, as a search makes of most.
+    failed: the candidates without an outcome, with the error.
+    seconds: CPU time of the quick estimates.
+    partitioned_seconds: CPU time of the others.
   """
 
   pairs: list[Pair]
+  quick: list[Pair]
   failed: list[tuple[str, str]]
   seconds: float
+  partitioned_seconds: float
 
   @property
   def rate(self) -> float:
-    """Estimates per second and core."""
+    """Quick estimates per second and core."""
     return (len(self.pairs) + len(self.failed)) / self.seconds
 
 
 def sample(train_step: TrainStep, target: str, count: int, seed: Any, jobs: int) -> Sample:
   """A sample of a step's layouts."""
   estimator, facts, drawn = drawn_for(train_step, target, count, seed)
-  begin = _cpu_seconds()
-  estimated = estimates(estimator, facts, drawn, target)
-  seconds = _cpu_seconds() - begin
+  (quick, seconds), (estimated, partitioned_seconds) = (
+    _timed(functools.partial(estimates, estimator, facts, drawn, target, partition))
+    for partition in (False, True)
+  )
   layouts = {name: one.layout for name, one in estimated.items() if one.counts}
   compiled = compare(train_step, layouts, target, jobs=jobs) if layouts else {}
-  pairs = [Pair(name, estimated[name], compiled[name]) for name in layouts]
   failed = [(name, one.error or '') for name, one in estimated.items() if not one.counts]
-  failed += [(pair.name, pair.compiled.error or '') for pair in pairs if not pair.compiled.counts]
-  pairs = [pair for pair in pairs if pair.compiled.counts]
-  return Sample(pairs, failed, seconds)
+  failed += [(name, compiled[name].error or '') for name in layouts if not compiled[name].counts]
+  usable = [name for name in layouts if compiled[name].counts]
+  both = ([Pair(name, every[name], compiled[name]) for name in usable] for every in (estimated, quick))
+  return Sample(*both, failed, seconds, partitioned_seconds)
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+  """The result of a call, and the CPU seconds that it took."""
+  begin = _cpu_seconds()
+  return call(), _cpu_seconds() - begin
 
 
 def _cpu_seconds() -> float:
-  """CPU time of this process, and of that which partitions single operations."""
+  """CPU time of this process, and of that which partitions."""
   process = partitioner().process
   if process is None:
     return time.process_time()
@@ -141,14 +153,18 @@ def drawn_for(
 
 
 def estimates(
-  estimator: Estimator, facts: ModelFacts, drawn: Sequence[Candidate], target: str
+  estimator: Estimator,
+  facts: ModelFacts,
+  drawn: Sequence[Candidate],
+  target: str,
+  partition: bool = True,
 ) -> dict[str, Outcome]:
   """The estimated outcomes by name; failed ones of layouts that do not fit the model."""
   aim, outcomes = parse_target(target), {}
   for candidate in drawn:
     name, layout = text_of(candidate, facts.batch), layout_of(candidate, facts.batch)
     try:
-      outcomes[name] = estimator.estimate(layout, aim)
+      outcomes[name] = estimator.estimate(layout, aim, partition=partition)
     except LayoutError as error:
       outcomes[name] = Outcome.failed(name, layout, str(error))
   return outcomes

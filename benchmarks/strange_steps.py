@@ -67,7 +67,7 @@ def measured(
       try:
         one = sample(train_step(model), target, layouts, f'{seed} {model} {target}', jobs)
       except Exception as error:  # the benchmark goes on: it is a result
-        one = Sample([], [('', f'{type(error).__name__}: {error}')], 1.0)
+        one = Sample([], [], [('', f'{type(error).__name__}: {error}')], 1.0, 1.0)
       samples[model, target] = one
       for pair in one.pairs:
         doubt = ', in doubt' if pair.doubted else ''
@@ -83,11 +83,13 @@ def measured(
 def figures(samples: Samples) -> list[Figure]:
   """The figures over all models; NaN, and no verdict, where no layout of the samples counts for one."""
   pairs = _pairs(samples)
+  quick = [pair for one in samples.values() for pair in one.quick]
   plain = [pair for pair in pairs if not pair.doubted]
   counted = sum(len(one.pairs) + len(one.failed) for one in samples.values())
   rated = [one for one in samples.values() if one.pairs]
-  seconds = sum(one.seconds for one in rated)
-  rate = sum(len(one.pairs) for one in rated) / seconds if rated else 0.0
+  number = sum(len(one.pairs) for one in rated)
+  rate = number / (sum(one.seconds for one in rated) or math.inf)
+  partitioned_rate = number / (sum(one.partitioned_seconds for one in rated) or math.inf)
   wrong, verdicts = _verdicts(samples)
   tops = [[regret(one.pairs, top) for one in rated if len(one.pairs) > top] for top in (1, 3)]
   label = 'strangers, not in doubt'
@@ -103,11 +105,13 @@ def figures(samples: Samples) -> list[Figure]:
     exact('strangers: neither estimated nor compiled', counted - len(pairs), '', at_most(0)),
     exact('strangers: compiled and not in doubt', len(plain), ''),
     exact('strangers: in doubt', _doubted(pairs), '%', at_most(20)),
+    exact('strangers: in doubt, whole step not partitioned', _doubted(quick), '%'),
     exact('strangers: verdicts on whether it fits', verdicts, ''),
     exact('strangers: of them, wrong', wrong if verdicts else math.nan, '', at_most(0)),
     exact('strangers: top-1 regret, worst model', max(tops[0], default=math.nan), '%', at_most(2)),
     exact('strangers: top-3 regret, worst model', max(tops[1], default=math.nan), '%', at_most(0.5)),
-    exact('strangers: estimates, per second and core', rate, '1/s', at_least(20)),
+    exact('strangers: whole steps partitioned, per second and core', partitioned_rate, '1/s'),
+    exact('strangers: estimates without it, per second and core', rate, '1/s', at_least(20)),
   ]
 
 
@@ -194,9 +198,9 @@ def worst_layouts(samples: Samples) -> Table:
 
 
 def worst_operations(samples: Samples) -> Table:
-  """The lines of the models with the largest differences on the wire."""
+  """The lines of the models with the largest differences on the wire, where the whole step is not partitioned."""
   faults = [
-    fault for key, one in samples.items() for pair in one.pairs for fault in faults_of(*key, pair)
+    fault for key, one in samples.items() for pair in one.quick for fault in faults_of(*key, pair)
   ]
   largest: dict[tuple[str, str], Fault] = {}
   for fault in sorted(faults, key=lambda fault: -fault.size):
@@ -214,7 +218,9 @@ def worst_operations(samples: Samples) -> Table:
   ]
   head = ['model', 'line', 'estimated, MiB', 'compiled, MiB', 'in doubt', 'target', 'candidate']
   return Table(
-    'Operations with the largest differences on the wire, the worst layout of each', head, rows
+    'Operations with the largest differences on the wire, whole step not partitioned, the worst layout of each',
+    head,
+    rows,
   )
 
 

@@ -1,4 +1,4 @@
-"""Compilers start in no time."""
+"""Compilers start in no time, and what is tested is the walk: whole steps are partitioned in `whole_steps` alone."""
 
 import pytest
 
@@ -14,3 +14,15 @@ def quick_compilers(forked_compilers):
 def no_partitioner(monkeypatch):
   """Estimates as without the compiler for GPUs."""
   monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)
+
+
+@pytest.fixture
+def whole_steps():
+  """Whole steps are partitioned, where the compiler for GPUs is installed."""
+
+
+@pytest.fixture(autouse=True)
+def walk_alone(request, monkeypatch):
+  """Whole steps are not partitioned."""
+  if 'whole_steps' not in request.fixturenames:
+    monkeypatch.setattr(estimator, 'partitioned_counts', lambda code, sizes: None)

@@ -9,7 +9,7 @@ import flax_spmd as spmd
 from flax_spmd._src.estimate.estimator import TPU_DOUBT
 from flax_spmd.explore import Estimator, TrainStep, parse_target
 
-WIDTH, LAYERS, ROWS = 1024, 6, 32768
+WIDTH, LAYERS, ROWS = 2048, 6, 32768
 
 
 @pytest.fixture(scope='module')
@@ -30,12 +30,12 @@ def estimator():
 
 
 @pytest.mark.parametrize(
-  ('rules', 'compiled'), [((), 120), ((spmd.fsdp('data', min_size=1),), 136)], ids=['data', 'fsdp']
+  ('rules', 'compiled'), [((), 240), ((spmd.fsdp('data', min_size=1),), 320)], ids=['data', 'fsdp']
 )
 def test_weights_stay_gathered_for_the_backward_pass(estimator, rules, compiled):
   layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'), *rules))
   found = estimator.estimate(layout, parse_target('h100:8'))
-  assert found.memory.temporaries / 2**20 == pytest.approx(compiled, rel=0.04)
+  assert found.memory.temporaries / 2**20 == pytest.approx(compiled, rel=0.02)
   assert not found.doubts
 
 
@@ -46,7 +46,7 @@ def test_on_tpus_they_are_a_doubt(estimator):
   found = estimator.estimate(layout, parse_target('v5e:2x4'))
   assert found.doubts == (
     TPU_DOUBT,
-    'gathered arrays: copies that several operations use, by about 16 MiB of memory',
+    'gathered arrays: copies that several operations use, by about 64 MiB of memory',
   )
 
 

@@ -48,10 +48,14 @@ def test_estimates_survive_unchanged():
   cache = open_cache('program', TARGET)
   cache.add(ESTIMATE)
   cache.add(failed)
+  cache.add(partitioned := ESTIMATE._replace(source='partitioned', doubts=()))
   again = open_cache('program', TARGET)
-  assert again.get('a', LAYOUT) == ESTIMATE and again.get('b', failed.layout) == failed
-  assert open_cache('another', TARGET).get('a', LAYOUT) is None
-  assert open_cache('program', TARGET, fresh=True).get('a', LAYOUT) is None
+  assert again.get('a', LAYOUT, 'estimated') == ESTIMATE
+  assert again.get('a', LAYOUT, 'partitioned') == partitioned
+  assert again.get('b', failed.layout, 'estimated') == failed
+  assert again.get('b', failed.layout, 'partitioned') is None
+  assert open_cache('another', TARGET).get('a', LAYOUT, 'estimated') is None
+  assert open_cache('program', TARGET, fresh=True).get('a', LAYOUT, 'estimated') is None
 
 
 # -- the key
@@ -70,7 +74,7 @@ def test_estimates_of_other_source_are_discarded(cache_folder, monkeypatch):
   assert json.loads(file.read_text().splitlines()[0])['source'] == source_digest(PACKAGE)
   monkeypatch.setattr(estimate_cache, 'package_digest', lambda: 'another')
   cache = open_cache('program', TARGET)
-  assert cache.get('a', LAYOUT) is None and cache.outdated.startswith('jaxlib ')
+  assert cache.get('a', LAYOUT, 'estimated') is None and cache.outdated.startswith('jaxlib ')
 
 
 def test_a_copy_has_the_same_digest(package):

@@ -69,7 +69,7 @@ class Formula:
     self.remat = is_remat(train_step.step)
     self.state = train_step.create
 
-  def estimate(self, layout, target):
+  def estimate(self, layout, target, *, partition):
     Formula.calls += 1
     if Formula.calls == Formula.interrupt_at:
       raise KeyboardInterrupt
@@ -157,7 +157,7 @@ def estimating(monkeypatch, wire, temporaries=1.0):
     factor = wire(layout) if one.kind == 'all-gather' else 1.0
     return one._replace(bytes=one.bytes * factor, wire=one.wire * factor)
 
-  def estimate(self, layout, target):
+  def estimate(self, layout, target, *, partition):
     one = with_lookups(outcome(layout, target, self.state, self.remat))._replace(doubts=())
     counts = one.counts._replace(
       collectives=tuple(changed(layout, each) for each in one.counts.collectives)
@@ -239,9 +239,9 @@ def test_estimates_in_doubt_do_not_spoil_the_check_of_the_others(monkeypatch):
   estimating(monkeypatch, lambda layout: 3.0 if shards(layout) else 1.0)
   certain = Formula.estimate
 
-  def estimate(self, layout, target):
+  def estimate(self, layout, target, *, partition):
     doubts = ('weights move',) if shards(layout) else ()
-    return certain(self, layout, target)._replace(doubts=doubts)
+    return certain(self, layout, target, partition=partition)._replace(doubts=doubts)
 
   monkeypatch.setattr(Formula, 'estimate', estimate)
   result = run()
@@ -286,12 +286,78 @@ def test_the_best_are_compiled_until_no_estimate_is_better(monkeypatch, seed):
   assert min(map(mean_seconds, others)) > 0.8 * mean_seconds(result.best)
 
 
+def partitioning(monkeypatch, seed):
+  """As above, but there is a partitioner: whole steps that it partitions have the right traffic."""
+  identity = lambda layout: f'{seed} {dict(layout.mesh.shape)} {layout.rules!r}'.encode()
+  estimating(monkeypatch, lambda layout: 0.3 if zlib.crc32(identity(layout)) % 3 else 1.0)
+  quick = Formula.estimate
+
+  def estimate(self, layout, target, *, partition):
+    if not partition:
+      return quick(self, layout, target, partition=False)
+    right = with_lookups(outcome(layout, target, self.state, self.remat, source='partitioned'))
+    return right._replace(doubts=())
+
+  monkeypatch.setattr(Formula, 'estimate', estimate)
+  monkeypatch.setattr(trials, 'can_partition', lambda platform: True)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_the_best_are_partitioned_until_no_estimate_is_better(monkeypatch, seed):
+  estimating(monkeypatch, lambda layout: 1.0)
+  right = {one.name: one for one in run(candidates=400, top=0).estimates}
+  partitioning(monkeypatch, seed)
+  result = run(candidates=400, top=0, fresh=True)
+  assert result.best.source == 'partitioned'
+  partitioned = [one for one in result.estimates if one.source == 'partitioned']
+  assert len(partitioned) < 40 and 'partitioned' in str(result)
+  for one in partitioned:
+    if one.name in right:
+      assert one.cost == right[one.name].cost
+  others = [one for one in result.estimates if one.source == 'estimated']
+  assert min(map(mean_seconds, others)) > 0.8 * mean_seconds(result.best)
+
+
+def test_what_is_partitioned_is_kept_for_the_next_search(monkeypatch):
+  partitioning(monkeypatch, 0)
+  result = run(top=0)
+  assert Formula.calls == 0  # those of the class are not counted here
+  monkeypatch.setattr(Formula, 'estimate', None)
+  assert same(run(top=0), result)
+
+
+def test_compiled_layouts_correct_the_memory_of_partitioned_ones_alone(monkeypatch):
+  """Estimates of traffic are off by 4, and temporaries by 2; a partitioned step has the right traffic."""
+  estimating(monkeypatch, lambda layout: 4.0, temporaries=2.0)
+  quick = Formula.estimate
+
+  def estimate(self, layout, target, *, partition):
+    one = quick(self, layout, target, partition=partition)
+    right = with_lookups(outcome(layout, target, self.state, self.remat))
+    return one._replace(counts=right.counts, source='partitioned') if partition else one
+
+  monkeypatch.setattr(Formula, 'estimate', estimate)
+  monkeypatch.setattr(trials, 'can_partition', lambda platform: True)
+  result = run(top=2)
+  assert result.check.factors['lookups'] == pytest.approx(0.25)
+  partitioned = [one for one in result.estimates if one.source == 'partitioned']
+  compiled = {one.name for one in result.outcomes}
+  assert all(one.name in compiled or one.doubts == () for one in partitioned)
+  target = spmd.explore.parse_target('cpu:8')
+  for one in partitioned:
+    right = with_lookups(outcome(one.layout, target, create, 'full' in one.name))
+    assert one.counts.collectives == right.counts.collectives
+    assert one.memory.peak == pytest.approx(right.memory.peak, rel=1e-3)
+
+
 def test_the_effect_of_a_rule_is_a_difference_of_estimates(monkeypatch):
   """That between a compiled program and an estimate would contain the error of the estimate."""
   estimating_wrongly(monkeypatch)
   result = run(candidates=400, top=3)
   estimator = trials.Estimator(TrainStep(step, create, data()), platform='cpu')
-  seconds = lambda layout: mean_seconds(estimator.estimate(layout, spmd.explore.parse_target('cpu:8')))
+  seconds = lambda layout: mean_seconds(
+    estimator.estimate(layout, spmd.explore.parse_target('cpu:8'), partition=False)
+  )
   clauses = result.layout.rules.clauses
   assert len(clauses) == len(result.effects) > 0
   for number, effect in enumerate(result.effects):
@@ -402,10 +468,10 @@ def test_estimates_without_compilation():
 def test_layouts_that_do_not_fit_the_names_are_failed_outcomes(monkeypatch):
   plain = Formula.estimate
 
-  def picky(self, layout, target):
+  def picky(self, layout, target, *, partition):
     if 'embed' in repr(layout.rules):
       raise LayoutError('embed does not fit.')
-    return plain(self, layout, target)
+    return plain(self, layout, target, partition=partition)
 
   monkeypatch.setattr(Formula, 'estimate', picky)
   result = run()
@@ -486,10 +552,10 @@ import os, signal
 from tests.search import search_test as t
 t.trials.Estimator, t.trials.compare = t.Formula, t.compiling
 plain = t.Formula.estimate
-def mortal(self, layout, target):
+def mortal(self, layout, target, *, partition):
   if t.Formula.calls == 50:
     os.kill(os.getpid(), signal.SIGKILL)
-  return plain(self, layout, target)
+  return plain(self, layout, target, partition=partition)
 t.Formula.estimate = mortal
 t.run()
 """

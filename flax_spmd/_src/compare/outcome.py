@@ -15,6 +15,8 @@ from flax_spmd._src.pipeline.schedules.simulation import Simulation
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 
+ESTIMATED, PARTITIONED = 'estimated', 'partitioned'  # sources of outcomes that are not compiled
+
 
 @set_module('flax_spmd.explore')
 class Outcome(NamedTuple):
@@ -30,7 +32,8 @@ class Outcome(NamedTuple):
     error: reason why it was not compiled, or None.
     program: lowered step, or None.
     compiled: result of the compilation, or None.
-    source: origin of the figures: `estimated`, or `compiled:h100`.
+    source: origin of the figures: `estimated`; `partitioned` if the FLOPs and collectives are those of XLA's partitioner,
+      and the rest is estimated; or `compiled:h100`.
     doubts: reasons why an estimate could be inaccurate.
     pipeline: ranks and schedule of a pipeline; None for a single program.
     batch: elements of the batch, relative to the first choice of a search. Layouts are ranked by time over `batch`.
@@ -45,7 +48,7 @@ class Outcome(NamedTuple):
     >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
     >>> outcome = estimator.estimate(layout, parse_target('h100:8'))
     >>> outcome.fits, outcome.mesh, outcome.source
-    (True, {'data': 8}, 'estimated')
+    (True, {'data': 8}, 'partitioned')
   """
 
   name: str

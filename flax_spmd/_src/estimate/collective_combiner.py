@@ -7,7 +7,7 @@ does not depend on and that has room left. Dependences are a bit set per value: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from flax_spmd._src.estimate.graph import shard_count
 from flax_spmd._src.estimate.resharding import CollectiveOp
@@ -29,17 +29,17 @@ class CollectiveCombiner:
     self._combined: list[Collective] = []
     self._largest: list[float] = []  # bytes of the largest member, whose source line the group reports
     self._open: dict[tuple, list[int]] = {}
-    self._dependences: dict[int, int] = {}
+    self._dependences: dict[Hashable, int] = {}
 
   def add(
     self,
-    value: int,
+    value: Hashable,
     ops: Sequence[CollectiveOp],
     times: int,
     dtype: str,
     kind: str,
     source: str,
-    block: int,
+    block: Hashable,
   ) -> list[int]:
     """Adds collectives that follow each other on one value, and returns the indices of the combined ones.
 
@@ -60,7 +60,7 @@ class CollectiveCombiner:
         joined.append(self._join(value, collective, block))
     return joined
 
-  def _join(self, value: int, one: Collective, block: int) -> int:
+  def _join(self, value: Hashable, one: Collective, block: Hashable) -> int:
     dependences = self._dependences.get(value, 0)
     candidates = self._open.setdefault((one.kind, one.dtype, one.axes, one.times, block), [])
     room = LIMIT / (one.group if one.kind == 'all-gather' else 1) - one.bytes
@@ -79,7 +79,7 @@ class CollectiveCombiner:
     self._dependences[value] = dependences | 1 << index
     return index
 
-  def add_dependences(self, results: Iterable[int], operands: Iterable[int]) -> None:
+  def add_dependences(self, results: Iterable[Hashable], operands: Iterable[Hashable]) -> None:
     """Makes the results of an operation depend on all collectives that its operands depend on."""
     dependences = self.dependences(operands)
     for value in results if dependences else ():
@@ -90,7 +90,7 @@ class CollectiveCombiner:
     one = self._combined[index]
     return one.kind, one.dtype, one.axes
 
-  def dependences(self, values: Iterable[int]) -> int:
+  def dependences(self, values: Iterable[Hashable]) -> int:
     """The combined collectives that values depend on: a bit for each."""
     result = 0
     for value in values:

@@ -80,12 +80,16 @@ class WalkResult(NamedTuple):
   Attributes:
     counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
+    memory: peak memory in bytes with the arguments.
     doubts: places where XLA could choose otherwise, one line each.
+    about_memory: those that remain where the collectives and the FLOPs are known.
   """
 
   counts: Counts
   temporaries: float
+  memory: float
   doubts: tuple[str, ...]
+  about_memory: tuple[str, ...]
 
 
 class _Known(NamedTuple):
@@ -246,8 +250,9 @@ class AnalyzedGraph:
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
-    doubts = walk.doubts.texts(sum(one.wire for one in collectives), memory, walk.flops)
-    return WalkResult(counts, peak + kept, doubts)
+    costs = sum(one.wire for one in collectives), memory, walk.flops
+    doubts = (each.texts(*costs) for each in (walk.doubts, walk.doubts.about_memory()))
+    return WalkResult(counts, peak + kept, memory, *doubts)
 
 
 def _chip_dtype(dtype: str) -> str:
@@ -485,6 +490,8 @@ class _CostWalk:
     elif required.padded:
       self._add_padded(op, required)
     self._add_halos(op, required, times)
+    self.gathered_bytes += required.split
+    self.hbm += 2 * times * required.split
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
@@ -604,7 +611,9 @@ class _CostWalk:
     if not any(one.kind == 'all-to-all' for one in changes):
       return
     if value in self.analyzed.argument_derived:
-      self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
+      self.doubts.add(
+        op.source, 'a weight that activations shard along another dimension', Bound(math.inf)
+      )
       return
     # that of this array, or of another one of the same chain
     bound = Bound(wire=times * wire_bytes(changes, self.sizes))

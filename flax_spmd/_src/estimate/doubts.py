@@ -40,7 +40,7 @@ class Bound(NamedTuple):
     return Bound(self.wire + other.wire, max(self.memory, other.memory), self.flops + other.flops)
 
 
-UNBOUNDED = Bound(math.inf)
+UNBOUNDED = Bound(math.inf, math.inf)
 
 
 def gathered(value: GraphValue, spec: Spec, sizes: Mapping[str, int], times: int) -> Bound:
@@ -73,6 +73,13 @@ class Doubts:
     text = f'{source}: {reason}'
     self._kept[text] = self._kept.get(text, 0.0) + memory
 
+  def about_memory(self) -> Doubts:
+    """The doubts that remain where the collectives and the FLOPs are known."""
+    doubts = Doubts()
+    doubts._bounds = {text: Bound(memory=bound.memory) for text, bound in self._bounds.items()}
+    doubts._kept = self._kept
+    return doubts
+
   def texts(self, wire: float, memory: float, flops: float) -> tuple[str, ...]:
     """One line per doubt, largest first; none if they cannot matter together.
 
@@ -101,7 +108,7 @@ class Doubts:
 
 
 def _extent(bound: Bound) -> str:
-  if math.isinf(bound.wire):
+  if math.isinf(bound.wire) or math.isinf(bound.memory):
     return ''
   if bound.wire:
     return f', by up to {size_text(bound.wire)} on the wire'

@@ -1,7 +1,7 @@
 """Estimator: the costs and memory of a step under any layout, without a compiler.
 
     estimator = Estimator(TrainStep(step, create_state, batch))             # traced and lowered once
-    outcome = estimator.estimate(layout, parse_target('h100:64'))           # hundredths of a second per layout
+    outcome = estimator.estimate(layout, parse_target('h100:64'))           # tenths of a second per layout
 
 The step is lowered on a mesh whose axes are its logical names (`name_mesh`). For a layout, mesh axes replace the
 names, and Shardy's own propagation assigns a sharding to every value (`mlir`). One walk over the program then
@@ -13,7 +13,8 @@ counts FLOPs, memory traffic and collectives, and finds the peak memory (`cost_w
 * a value occupies memory from its definition to its last use, unless it is fused (`live_buffers`).
 
 Where XLA could choose otherwise, its own partitioner is asked about that operation, if it is installed
-(`partitioned_operations`); where doubts remain, the estimate carries them.
+(`partitioned_operations`). At the end it partitions the whole step, so that FLOPs and collectives are exact
+(`partitioned_step`); a search leaves that out but for its best layouts. Where doubts remain, the estimate carries them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jax.sharding import NamedSharding
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import abstract_batch
-from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
@@ -39,6 +40,7 @@ from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
+from flax_spmd._src.estimate.partitioned_step import partitioned_counts, with_partition
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -131,15 +133,20 @@ class Estimator:
     mesh = next(iter(jax.tree.leaves(self._lowering.state))).sharding.mesh
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
-  def estimate(self, layout: Layout, target: Target | str) -> Outcome:
+  def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout; the step is not compiled.
 
-    Where XLA's partitioner for GPUs has several ways, and the extra `cuda` is installed, it partitions the operation
-    in question on its own, in a process of its own that starts with the first one; else the outcome has a doubt.
+    For GPUs, if the extra `cuda` is installed, XLA's own partitioner partitions the step, in a process of its own that
+    starts with the first one. FLOPs and collectives are then exact, and only memory and time are estimated.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
       target: hardware to estimate for, as text such as `'h100:8'` or parsed.
+      partition: whether to partition the whole step, which takes several times as long as the rest. Without it, XLA
+        partitions the single operations for which it has several ways, and FLOPs and collectives are estimated.
+
+    Returns:
+      The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.
 
     Raises:
       TargetDeviceError: the mesh and the target differ in their number of devices.
@@ -162,7 +169,7 @@ class Estimator:
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
-    costs = program.walk(layout, shardings, target.chip.platform)
+    costs, is_partitioned = program.walk(layout, shardings, target.chip.platform, partition)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
@@ -180,7 +187,7 @@ class Estimator:
       None,
       None,
       None,
-      'estimated',
+      PARTITIONED if is_partitioned else ESTIMATED,
       (*doubts, *_memory_doubts(memory.peak, target.chip.memory)),
     )
 
@@ -228,8 +235,17 @@ class _AnalyzedStep:
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
 
-  def walk(self, layout: Layout, shardings: Sequence[NamedSharding], platform: str) -> WalkResult:
-    """The costs under a layout, with the shardings of all leaves of the state and the batch."""
+  def walk(
+    self, layout: Layout, shardings: Sequence[NamedSharding], platform: str, partition: bool
+  ) -> tuple[WalkResult, bool]:
+    """The costs under a layout, and whether the whole step was partitioned for them.
+
+    Args:
+      layout: the layout.
+      shardings: those of all leaves of the state and the batch.
+      platform: platform to estimate for.
+      partition: whether to partition the whole step, if there is a partitioner.
+    """
     graph, sizes = self.module.graph, axis_sizes(layout.mesh)
     arguments = [
       _spec(shardings[index], len(graph.values[value].shape))
@@ -239,7 +255,11 @@ class _AnalyzedStep:
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     specs = self.module.propagate(sizes, arguments, results, resolve)
     partitions = self.partitions if can_partition(platform) else None
-    return self.analyzed.walk(specs, results, sizes, platform, partitions)
+    costs = self.analyzed.walk(specs, results, sizes, platform, partitions)
+    if not (partition and partitions):
+      return costs, False
+    counts = partitioned_counts(self.module.program(sizes, arguments, results, resolve), sizes)
+    return (costs, False) if counts is None else (with_partition(costs, counts), True)
 
 
 def _memory_doubts(peak: int, limit: int) -> Iterator[str]:

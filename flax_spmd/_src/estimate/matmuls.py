@@ -33,14 +33,13 @@ from flax_spmd._src.estimate.graph import (
 )
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
+from flax_spmd._src.estimate.split_products import parts
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
 _MOVED = 'an operand of a product whose shards can move to unused mesh axes'
-# Products that XLA for GPUs splits along their sum: rows and columns of a tile; the most tiles, if the sum has more
-# elements than the second number.
-_TILE, _SPLIT = 128, ((108, 2048), (128, 2**15))
-_PARTS, _VECTOR = 4, 16  # parts that have mostly been seen, and bytes of which their rows are a multiple
+_VECTOR = 16  # bytes of which the rows of the parts of a product are a multiple
+_TOTAL = 4  # bytes of an element of a part
 
 
 class Factor(NamedTuple):
@@ -63,13 +62,14 @@ def dot(op: Op, context: Context) -> Requirement:
   requirement = _partitioned(factors, context, is_dot=True)
   if context.platform != 'cuda':
     return requirement
-  return requirement._replace(padded=_split_padding(factors, requirement, context))
+  split, padded = _split(factors, requirement, context)
+  return requirement._replace(split=split, padded=padded)
 
 
-def _split_padding(
+def _split(
   factors: Sequence[Factor], requirement: Requirement, context: Context
-) -> tuple[float, ...]:
-  """The bytes of the operands if they are padded: a product of few tiles is split along its sum, in equal parts."""
+) -> tuple[float, tuple[float, ...]]:
+  """The bytes of the parts of a product that is split along its sum, and of its operands if they are padded for it."""
   left, right = (
     [
       -(-size // shard_count(axes, context.sizes))
@@ -77,19 +77,18 @@ def _split_padding(
     ]
     for value, spec in zip(context.values[:2], requirement.operands[:2])
   )
-  batch = any(None not in factor[:3] for factor in factors)
-  summed = (
-    math.prod(left[factor.left or 0] for factor in factors if factor.result is None) if left else 0
-  )
-  if batch or not summed or not right:
-    return ()
-  rows, columns = (math.prod(one) // summed for one in (left, right))
+  if not left or not right:
+    return 0.0, ()
+  batch = math.prod(left[factor.left or 0] for factor in factors if None not in factor[:3])
+  summed = math.prod(left[factor.left or 0] for factor in factors if factor.result is None)
+  rows, columns = (math.prod(one) // max(1, batch * summed) for one in (left, right))
+  number = parts(batch, rows, columns, summed)
+  if number == 1:
+    return 0.0, ()
   sizes = [value.itemsize for value in context.values[:2]]
-  tiles = -(-rows // _TILE) * -(-columns // _TILE)
-  is_split = any(tiles <= most and summed > least for most, least in _SPLIT)
-  if not is_split or summed % (_PARTS * _VECTOR // max(sizes)) == 0:
-    return ()
-  return rows * summed * sizes[0], columns * summed * sizes[1]
+  is_padded = summed % (number * _VECTOR // max(sizes)) != 0
+  padded = (batch * rows * summed * sizes[0], batch * columns * summed * sizes[1])
+  return number * batch * rows * columns * _TOTAL, padded if is_padded else ()
 
 
 def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = False) -> Requirement:

@@ -49,6 +49,7 @@ class Requirement(NamedTuple):
     halos: exchanges between the shards of the first operand.
     doubt: reason why XLA could choose otherwise, or ''.
     is_settled: whether XLA's choice for operands that are resharded is known.
+    split: bytes on one device of the parts that a product is computed in, before they are added; 0 for a whole one.
     padded: bytes on one device of copies of the operands with padding, which the operation reads instead.
     exchanges: collectives of each operand whose shardings do not imply them, as found by a partitioner.
   """
@@ -60,6 +61,7 @@ class Requirement(NamedTuple):
   halos: tuple[CollectiveOp, ...] = ()
   doubt: str = ''
   is_settled: bool = False
+  split: float = 0.0
   padded: tuple[float, ...] = ()
   exchanges: tuple[tuple[CollectiveOp, ...], ...] = ()
 

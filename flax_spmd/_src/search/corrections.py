@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome
 from flax_spmd._src.hlo.counts import Collective
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
 from flax_spmd._src.text import size_text
 
+_NOT_PARTITIONED = ('temporaries', 'hbm')  # factors of what a partitioned step does not tell
+
 
 def corrected(
   outcome: Outcome, check: EstimateCheck, target: Target, memory: int, dtype: str
 ) -> Outcome:
-  """An estimate with the corrections of a check; a compiled outcome as it is.
+  """An estimate with the corrections of a check; a compiled outcome as it is, and so the work of a partitioned step.
 
   Args:
     outcome: the estimate.
@@ -24,9 +26,11 @@ def corrected(
     memory: bytes available to the step on each device.
     dtype: operands' dtype of most matrix products.
   """
-  if outcome.counts is None or outcome.memory is None or outcome.source != 'estimated':
+  if not outcome.counts or not outcome.memory or outcome.source not in (ESTIMATED, PARTITIONED):
     return outcome
-  factors = check.factors
+  is_partitioned = outcome.source == PARTITIONED
+  kept = _NOT_PARTITIONED if is_partitioned else check.factors
+  factors = {name: factor for name, factor in check.factors.items() if name in kept}
   temporaries = int(outcome.memory.temporaries * factors.get('temporaries', 1.0))
   peak = corrected_peak(outcome, factors)
   counts = outcome.counts._replace(
@@ -41,7 +45,11 @@ def corrected(
     counts=counts,
     cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
     fits=peak <= target.chip.memory,
-    doubts=(*outcome.doubts, *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
+    doubts=(
+      *outcome.doubts,
+      *(() if is_partitioned else check.doubts(outcome)),
+      *_memory_doubts(peak, memory, check),
+    ),
   )
 
 

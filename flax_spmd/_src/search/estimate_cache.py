@@ -25,7 +25,7 @@ from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.versions import installed_version
 
-FORMAT = 1
+FORMAT = 2
 PACKAGE = Path(__file__).parents[2]  # flax_spmd
 
 
@@ -34,7 +34,7 @@ class EstimateCache(NamedTuple):
 
   Attributes:
     file: file of the estimates.
-    lines: content of the estimates by digest of the layout.
+    lines: content of the estimates by digest of the layout and the source.
     outdated: versions that made a discarded file, or ''.
   """
 
@@ -42,14 +42,14 @@ class EstimateCache(NamedTuple):
   lines: dict[str, dict[str, Any]]
   outdated: str = ''
 
-  def get(self, name: str, layout: Layout) -> Outcome | None:
-    """The cached estimate of a layout under a new name, or None."""
-    content = self.lines.get(_digest(layout))
+  def get(self, name: str, layout: Layout, source: str) -> Outcome | None:
+    """The cached estimate of a layout from a source, such as `estimated`, under a new name, or None."""
+    content = self.lines.get(_digest(layout, source))
     return None if content is None else _outcome(name, layout, content)
 
   def add(self, outcome: Outcome) -> None:
     """Appends an estimate to the file. Warns if the file cannot be written."""
-    key = _digest(outcome.layout)
+    key = _digest(outcome.layout, outcome.source)
     self.lines[key] = _content(outcome)
     _append(self.file, {'layout': key, **self.lines[key]})
 
@@ -146,8 +146,8 @@ def _versions(head: dict[str, Any]) -> str:
   return ', '.join(f'{name} {version}' for name, version in names.items() if version) or 'unknown'
 
 
-def _digest(layout: Layout) -> str:
-  return hashlib.sha256(repr(layout).encode()).hexdigest()[:24]
+def _digest(layout: Layout, source: str) -> str:
+  return hashlib.sha256(repr((layout, source)).encode()).hexdigest()[:24]
 
 
 def _content(outcome: Outcome) -> dict[str, Any]:

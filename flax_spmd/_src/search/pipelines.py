@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.hardware import Target, share
-from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.outcome import ESTIMATED, Memory, Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline, cut_pipeline
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
@@ -198,7 +198,7 @@ class PipelineTrials(Trials):
     if isinstance(simulation, PipelineError):
       error = str(simulation)
     if error or plain.memory is None or plain.cost is None or isinstance(simulation, PipelineError):
-      return Outcome.failed(name, layout, error or 'not estimated')._replace(source='estimated')
+      return Outcome.failed(name, layout, error or 'not estimated')._replace(source=ESTIMATED)
     memory = rank_memory(plain.memory, simulation)
     return plain._replace(
       name=name,
@@ -209,7 +209,7 @@ class PipelineTrials(Trials):
       fits=memory.peak <= self.task.target.chip.memory,
       program=None,
       compiled=None,
-      source='estimated',
+      source=ESTIMATED,
       doubts=(*plain.doubts, DOUBT),
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flax_spmd._src.compare.comparison import Comparison
 from flax_spmd._src.compare.costs import coverage
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.outcome import Outcome, record
+from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome, record
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.notebook_html import collapsed_page, preformatted, written_page
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -225,7 +225,7 @@ class SearchResult:
   @property
   def remarks(self) -> list[str]:
     """The check of the estimates in one line, or that there is none, and the notes."""
-    estimated = any(one.source == 'estimated' for one in self.estimates)
+    estimated = any(one.source in (ESTIMATED, PARTITIONED) for one in self.estimates)
     unchecked = [_UNCHECKED] if estimated else []
     equal = (
       f'As fast as the best, within {100 * NOISE:.0f} %: {"; ".join(self.ties)}.' if self.ties else ''

@@ -25,7 +25,9 @@ from flax_spmd.errors import InfeasibleError, SearchError
 _STARTS = 0.4  # largest share of starting points among the candidates
 _ESTIMATING = 0.6  # share of the time limit
 _ANCHORS = 2  # layouts compiled before the search, to check its estimates
-_ROUNDS = 4  # of compiling the best candidates, at most: others may be the best afterwards
+_ROUNDS = (
+  4  # of partitioning or compiling the best candidates, at most: others may be the best afterwards
+)
 
 
 class SearchLimits(NamedTuple):
@@ -83,6 +85,7 @@ class SearchRun:
     try:
       self._estimate()
       self._note_untried_choices()
+      self._partition()
       self._compile()
       self._compile_pipelines()
       self._check()
@@ -157,6 +160,18 @@ class SearchRun:
   def _is_late(self, part: float = 1.0) -> bool:
     """Whether a part of the time limit has passed."""
     return self.limits.time is not None and time.monotonic() - self.begin > part * self.limits.time
+
+  def _partition(self) -> None:
+    """Partitions the best candidates, until the best of all are among those: their collectives are then exact."""
+    for _ in range(_ROUNDS if self.trials.has_partitioner else 0):
+      selected = self._selected() if self.limits.top else self._selection.shown()
+      new = [one for one in selected if one not in self.trials.partitioned]
+      with progress(self.show, len(new), 'partitioning') as update:
+        for number, candidate in enumerate(new, 1):
+          if self._is_late(_ESTIMATING):
+            return
+          self.trials.partition(candidate)
+          update(number, '')
 
   # -- compilation
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from flax_spmd._src.compare.compare import compare
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import lower
-from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome
+from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import target_devices
@@ -172,6 +173,7 @@ class Trials:
 
   Attributes:
     estimated: outcome per candidate, corrected by the check if there is one.
+    partitioned: those among them whose whole step was partitioned.
     compiled: those among them that were compiled.
     checked_by: what compiled layouts say about the estimates, or None.
   """
@@ -188,6 +190,7 @@ class Trials:
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
     self.checked_by: EstimateCheck | None = None
+    self.partitioned: dict[Candidate, Outcome] = {}
     self.compiled: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
     self._variants: dict[Choices, TaskVariant] = {choices: first}
@@ -233,6 +236,18 @@ class Trials:
     for candidate in self._uncorrected:
       self._update(candidate)
 
+  @property
+  def has_partitioner(self) -> bool:
+    """Whether whole steps can be partitioned for the target."""
+    return not self.reason and can_partition(self.task.target.chip.platform)
+
+  def partition(self, candidate: Candidate) -> None:
+    """Takes the partitioned step in the place of an estimate."""
+    self.outcome(candidate)
+    variant, layout = self.variant(candidate.choices), layout_of(candidate, self.batch)
+    self.partitioned[candidate] = self._estimate(variant, self.name(candidate), layout, True)
+    self._update(candidate)
+
   def replace_by(self, compiled: Mapping[Candidate, Outcome]) -> None:
     """Takes compiled outcomes in the place of estimates, those that do not fit too."""
     for candidate, outcome in compiled.items():
@@ -241,7 +256,8 @@ class Trials:
         self._update(candidate)
 
   def _update(self, candidate: Candidate) -> None:
-    outcome = self.compiled.get(candidate) or self._uncorrected[candidate]
+    known = self.compiled.get(candidate) or self.partitioned.get(candidate)
+    outcome = known or self._uncorrected[candidate]
     self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
@@ -249,8 +265,10 @@ class Trials:
       return outcome
     return corrected(outcome, self.checked_by, self.task.target, self.memory, variant.estimator.dtype)
 
-  def _estimate(self, variant: TaskVariant, name: str, layout: Layout) -> Outcome:
-    [outcome] = _relative([_estimate(variant, name, layout)], variant, self.first)
+  def _estimate(
+    self, variant: TaskVariant, name: str, layout: Layout, partition: bool = False
+  ) -> Outcome:
+    [outcome] = _relative([_estimate(variant, name, layout, partition)], variant, self.first)
     return outcome
 
   def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
@@ -304,9 +322,9 @@ class Trials:
     return penalized_seconds(self.outcome(candidate), self.memory)
 
   def estimate_alone(self, candidate: Candidate) -> Outcome:
-    """The estimate of a candidate, corrected, also if it was compiled."""
+    """The estimate of a candidate, corrected, also if it was partitioned or compiled."""
     outcome = self.outcome(candidate)
-    if candidate not in self.compiled:
+    if candidate not in self.compiled and candidate not in self.partitioned:
       return outcome
     return self._corrected(self._uncorrected[candidate], self.variant(candidate.choices))
 
@@ -315,14 +333,16 @@ class Trials:
     return penalized_seconds(self.estimate_alone(candidate), self.memory)
 
 
-def _estimate(variant: TaskVariant, name: str, layout: Layout) -> Outcome:
+def _estimate(variant: TaskVariant, name: str, layout: Layout, partition: bool) -> Outcome:
   """The estimate of a layout, from the cache if it is there."""
-  outcome = variant.cache.get(name, layout) if variant.cache else None
+  source = PARTITIONED if partition else ESTIMATED
+  outcome = variant.cache.get(name, layout, source) if variant.cache else None
   if outcome is None and variant.estimator is not None:
     try:
-      outcome = variant.estimator.estimate(layout, variant.task.target)._replace(name=name)
+      target = variant.task.target
+      outcome = variant.estimator.estimate(layout, target, partition=partition)._replace(name=name)
     except LayoutError as error:
-      outcome = Outcome.failed(name, layout, str(error))._replace(source='estimated')
+      outcome = Outcome.failed(name, layout, str(error))._replace(source=ESTIMATED)
     if variant.cache:
       variant.cache.add(outcome)
   return outcome or Outcome.failed(name, layout, 'not estimated')

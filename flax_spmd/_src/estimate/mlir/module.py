@@ -10,6 +10,8 @@ The passes are those that XLA runs before it partitions a program (openxla/shard
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,6 +38,7 @@ from flax_spmd._src.estimate.mlir.read_graph import GraphReader, main_of, walk
 from flax_spmd._src.estimate.mlir.shardings import (
   LogicalSharding,
   Resolve,
+  ShardingSlot,
   SpecReader,
   attribute,
   dimension_text,
@@ -44,6 +47,7 @@ from flax_spmd._src.estimate.mlir.shardings import (
 from flax_spmd._src.estimate.mlir.single_operation import (
   SingleOperation,
   SingleOperationBuilder,
+  bytecode,
   reshard_program,
 )
 
@@ -75,6 +79,7 @@ class PreparedModule:
   graph: Graph
 
   def __init__(self, code: bytes):
+    self._code = code
     self._context = mlir_context()
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
@@ -158,18 +163,33 @@ class PreparedModule:
     """
     with self._context, ir.Location.unknown():
       copy = self._module.operation.clone()
-      main = main_of(copy)
-      _set_mesh(copy, sizes)
-      _set_signature(main, arguments, results)
-      ops = list(walk(main))
-      attributes: dict[Any, Any] = {}
-      for slot in self._slots:
-        key = slot.shardings, slot.per_value
-        if key not in attributes:
-          attributes[key] = attribute(slot, resolve)
-        ops[slot.op].attributes[slot.attribute] = attributes[key]
+      ops = _set_shardings(copy, self._slots, sizes, arguments, results, resolve)
       self._propagation.run(copy)
       return self._read(ops, arguments)
+
+  def program(
+    self,
+    sizes: Mapping[str, int],
+    arguments: Sequence[Spec],
+    results: Sequence[Spec | None],
+    resolve: Resolve,
+  ) -> bytes:
+    """The step under a layout as MLIR bytecode, without any preparation. The arguments are those of `propagate`."""
+    with self._context, ir.Location.unknown():
+      copy = self._whole.operation.clone()
+      _set_shardings(copy, list(slots_of(main_of(copy))), sizes, arguments, results, resolve)
+      devices = math.prod(sizes.values())
+      copy.attributes['mhlo.num_partitions'] = ir.IntegerAttr.get(
+        ir.IntegerType.get_signless(32), devices
+      )
+      return bytecode(copy)
+
+  @functools.cached_property
+  def _whole(self) -> Any:
+    """The lowered step; its calls are inlined."""
+    module = ir.Module.parse(self._code)
+    inline_all(module)
+    return module
 
   def _read(self, ops: list[Any], arguments: Sequence[Spec]) -> list[Spec]:
     """The shardings that propagation has assigned."""
@@ -191,6 +211,28 @@ class PreparedModule:
         for result, argument in zip(loop, body):
           specs[argument] = specs[result]
     return specs
+
+
+def _set_shardings(
+  module: Any,
+  slots: Sequence[ShardingSlot],
+  sizes: Mapping[str, int],
+  arguments: Sequence[Spec],
+  results: Sequence[Spec | None],
+  resolve: Resolve,
+) -> list[Any]:
+  """Replaces the logical shardings of a module; returns its operations in the order of `walk`."""
+  main = main_of(module)
+  _set_mesh(module, sizes)
+  _set_signature(main, arguments, results)
+  ops = list(walk(main))
+  attributes: dict[Any, Any] = {}
+  for slot in slots:
+    key = slot.shardings, slot.per_value
+    if key not in attributes:
+      attributes[key] = attribute(slot, resolve)
+    ops[slot.op].attributes[slot.attribute] = attributes[key]
+  return ops
 
 
 def _set_mesh(module: Any, sizes: Mapping[str, int]) -> None:

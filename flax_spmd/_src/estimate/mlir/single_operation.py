@@ -86,7 +86,7 @@ class SingleOperationBuilder:
       self._add(value, position, is_padded or position == indices, position == indices)
     module = ir.Module.parse(self._frame(made, sizes))
     self._fill(module, made)
-    return SingleOperation(_bytecode(module), tuple(self._arguments.values()))
+    return SingleOperation(bytecode(module), tuple(self._arguments.values()))
 
   def _add(self, value: Any, position: int, is_computed: bool, is_index: bool) -> None:
     """Adds a value: as an argument, or with the operations that compute it."""
@@ -144,7 +144,7 @@ def reshard_program(value: GraphValue, before: Spec, after: Spec, sizes: Mapping
   """
   array = ir.Type.parse(f'tensor<{"".join(f"{size}x" for size in value.shape)}{value.dtype}>')
   line = f'%r0 = sdy.sharding_constraint %a0 {_sharding_text(after)} : {array}'
-  return _bytecode(ir.Module.parse(_program([(array, before)], [line], [(array, after)], sizes)))
+  return bytecode(ir.Module.parse(_program([(array, before)], [line], [(array, after)], sizes)))
 
 
 def _program(
@@ -191,7 +191,7 @@ def _sharding_text(spec: Spec) -> str:
   return f'<@mesh, [{", ".join(map(dimension_text, spec))}]>'
 
 
-def _bytecode(module: Any) -> bytes:
+def bytecode(module: Any) -> bytes:
   file = io.BytesIO()
   module.operation.write_bytecode(file)
   return file.getvalue()

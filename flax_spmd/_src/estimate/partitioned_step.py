@@ -1,0 +1,77 @@
+"""Partitioned steps: the FLOPs and collectives of a whole step, as XLA partitions it.
+
+That takes a few times as long as an estimate, and leaves no doubt about them. The partitioner ends before it combines
+collectives; here they are combined as in estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flax_spmd._src.compare.partitioner import partitioner
+from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
+from flax_spmd._src.estimate.cost_walk import WalkResult
+from flax_spmd._src.estimate.resharding import CollectiveOp
+from flax_spmd._src.hlo.counts import Collective, Counts, count_module
+from flax_spmd._src.hlo.parser import HloModule, parse
+from flax_spmd._src.text import size_text
+
+_ALIKE = (
+  0.08  # largest relative difference in bytes on the wire of a walk that has the compiler's arrays
+)
+
+
+def partitioned_counts(code: bytes, sizes: Mapping[str, int]) -> Counts | None:
+  """The counts of a step as XLA for GPUs partitions it; None if it cannot.
+
+  The memory traffic is that before operations are fused.
+
+  Args:
+    code: the step as MLIR bytecode, with shardings.
+    sizes: size per mesh axis, in order.
+  """
+  text = partitioner().partition(code, tuple(sizes.values()))
+  if text is None:
+    return None
+  module = parse(text)
+  counts = count_module(module, sizes)
+  return counts._replace(collectives=_combined(module, counts.collectives, sizes))
+
+
+def _combined(
+  module: HloModule, collectives: tuple[Collective, ...], sizes: Mapping[str, int]
+) -> tuple[Collective, ...]:
+  """Collectives, combined where they are independent; those over devices that are no part of the mesh are as before."""
+  named = {one.name: one for one in collectives if one.axes}
+  combiner = CollectiveCombiner(sizes)
+  for computation in module.computations.values():
+    for instruction in computation.instructions.values():
+      combiner.add_dependences((instruction.name,), instruction.operands)
+      if one := named.get(instruction.name):
+        op = CollectiveOp(one.kind, one.axes, one.bytes)
+        combiner.add(one.name, (op,), one.times, one.dtype, one.op, one.source, computation.name)
+  found = [*combiner.collectives(), *(one for one in collectives if not one.axes)]
+  return tuple(sorted(found, key=lambda one: -one.wire))
+
+
+def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
+  """The costs of a walk with the FLOPs and collectives of a partitioned step.
+
+  What remains in doubt is the memory; all of it, where the walk has other collectives than the partitioned step.
+  """
+  known = costs.counts._replace(flops=counts.flops, collectives=counts.collectives)
+  doubts, ours, theirs = costs.about_memory, _written(costs.counts), _written(counts)
+  apart = sum(abs(ours.get(key, 0.0) - theirs.get(key, 0.0)) for key in ours | theirs)
+  if apart > _ALIKE * costs.memory:
+    text = f'memory: collectives that write {size_text(apart)} are others than the estimate has'
+    doubts = (*doubts, text)
+  return costs._replace(counts=known, doubts=doubts)
+
+
+def _written(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
+  """The bytes that collectives write, each in one run, by kind and mesh axes."""
+  written: dict[tuple[str, tuple[str, ...]], float] = {}
+  for one in counts.collectives:
+    grown = {'all-gather': one.group, 'reduce-scatter': 1 / one.group}.get(one.kind, 1.0)
+    written[one.kind, one.axes] = written.get((one.kind, one.axes), 0.0) + one.bytes * grown
+  return written
