@@ -45,6 +45,7 @@ from flax_spmd._src.estimate.loops import (
   GATHERING_PLATFORMS,
   MOVING_PLATFORMS,
   WIDENING_PLATFORMS,
+  across_loops,
   forwarded_sums,
   loop_sums,
   origins,
@@ -71,6 +72,7 @@ _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _IDENTITIES = (*_CONSTRAINTS, BARRIER)  # their results are their operands, one by one
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
+_HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 
 
@@ -119,6 +121,7 @@ class AnalyzedGraph:
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
     filters: arguments of the shapes of convolutions' filters, by shape.
+    across_loops: products before a loop that are read after it, and the values that wait for a loop.
     origins: number of loops around the place where each value is computed.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
     alike: a number per operation, by its first result; equal for operations with equal requirements.
@@ -149,6 +152,7 @@ class AnalyzedGraph:
     self.loop_sums = loop_sums(graph, self.uses)
     self.forwarded = forwarded_sums(graph, self.uses, self.loop_sums)
     self.origins = origins(graph)
+    self.across_loops = across_loops(graph)
     self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
 
   def _scan(self, block: Block, product_sizes: dict[str, int]) -> None:
@@ -241,7 +245,7 @@ class AnalyzedGraph:
       walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
       kept = 0.0
     if platform in SCHEDULING_PLATFORMS:
-      peak = max(peak, walk.weight_gradients.peak(), walk.image_sums)
+      peak = max(peak, walk.weight_gradients.peak())
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
@@ -322,7 +326,6 @@ class _CostWalk:
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
-    self.image_sums = 0.0  # peak memory of sums in the gradients of norms over images
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
     self.sums: set[int] = set()  # sums that have been reduced over devices
 
@@ -361,9 +364,8 @@ class _CostWalk:
       peak = max(peak, present)
       if is_main:
         self.present.append(present)
-        self._add_step(present, live, index, alive)
-        if op.kind == 'reduce':
-          self._add_spike(op, reads, present)
+        added = self._image_sums(op, reads) if op.kind == 'reduce' else 0.0
+        self._add_step(present + added, live, index, alive)
         if self.padded:
           reason = 'a padded operand of a product that is split along its sum'
           self.spikes.append((op.source, reason, present + self.padded))
@@ -655,8 +657,8 @@ class _CostWalk:
     for source, text, memory in (*self.spikes, ('gradients', reason, updated)):
       self.doubts.add(source, text, Bound(memory=max(0.0, memory - peak)))
 
-  def _add_spike(self, op: Op, reads: Sequence[int], present: float) -> None:
-    """Notes sums in the gradient of a norm over images, whose operands XLA may store in 32 bits.
+  def _image_sums(self, op: Op, reads: Sequence[int]) -> float:
+    """Bytes that sums in the gradient of a norm over images add, whose operands XLA may store in 32 bits.
 
     It sums few rows, or dimensions that are not adjacent, in kernels of their own, which compute less of their operand.
     """
@@ -667,12 +669,12 @@ class _CostWalk:
     reduced = [dim for dim in dims if shape[dim] > 1]
     are_read = sum(math.prod(self.values[one].shape) == size for one in reads) > 1
     if len(shape) < 4 or not reduced or not are_read:
-      return
+      return 0.0
     rows = math.prod(shape[dim] / shard_count(spec[dim], self.sizes) for dim in reduced)
     is_apart = any(min(reduced) < dim < max(reduced) for dim in kept)
     if is_apart or (kept == [len(shape) - 1] and rows <= _FEW_ROWS):
-      added = (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
-      self.image_sums = max(self.image_sums, present + added)
+      return (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
+    return 0.0
 
   def _changes(self, value: int, required: Spec) -> Sequence[CollectiveOp]:
     return self._between(self.values[value], self.specs[value], required)
@@ -825,7 +827,9 @@ class _CostWalk:
     if groups and not self.loop:
       key = self.combiner.key(groups[0])
       is_narrow = partial.array.itemsize < 4
-      self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size, is_narrow)
+      is_filter = partial.kind == 'convolution' and self.values[value].shape in self.analyzed.filters
+      kind = 'filter' if is_filter else partial.kind
+      self.weight_gradients.add_reduction(groups[0], key, partial.made, kind, size, is_narrow)
 
   def _is_cut_again(self, value: int) -> bool:
     """Whether an operation needs a part of a value's shards: XLA cuts them at once, and scatters no sum like that."""
@@ -942,6 +946,7 @@ class _CostWalk:
 
   def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> None:
     ops = self._between(self._wire_value(value), before, after)
+    self._hide(value, ops)
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
       loops = self._loops_since(value)
@@ -953,6 +958,16 @@ class _CostWalk:
       self.hbm += times * copy
     is_settled = (self._wire_value(value), before, after) in self.known.settled
     self._add_collectives(ops, times, value, source, is_settled=is_settled)
+
+  def _hide(self, value: int, ops: Sequence[CollectiveOp]) -> None:
+    """Notes the collectives of an array that a loop has computed, which a product before the loop can hide."""
+    (products, after), index = self.analyzed.across_loops, len(self.present)
+    if self.loop or value not in after or all(op.kind not in _HIDDEN for op in ops):
+      return
+    for product, reader in products.items():
+      is_between = product < after[value] and index <= reader
+      if is_between and self.weight_gradients.add_hiding(product, index, len(ops) > 1):
+        self.copies.prolong(product, index)
 
   def _loops_since(self, value: int) -> int:
     """The number of present loops that do not change a value."""

@@ -30,6 +30,12 @@ class GatheredCopies:
     first, _, size = self._uses.get((value, spec), (index, index, size))
     self._uses[value, spec] = first, index, size
 
+  def prolong(self, index: int, until: int) -> None:
+    """Keeps the copies that an operation is the last to use until a later one, which it is delayed to."""
+    for key, (first, last, size) in self._uses.items():
+      if last == index:
+        self._uses[key] = first, until, size
+
   def ending(self, index: int) -> list[tuple[int, float]]:
     """The arrays whose copies an operation is the last to use, with the bytes of these copies."""
     return [(value, size) for (value, _), (_, last, size) in self._uses.items() if last == index]

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Block, Graph, Op
+from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
 
 _FORWARDS = ('transpose', 'sharding_constraint', 'reshard')  # of a partial sum, without a reduction
 _IN_SUMS = (*_FORWARDS, 'convert', 'reshape', 'slice')  # also forwarded on the way to an addition
@@ -140,3 +141,42 @@ def _add_origins(block: Block, depth: int, result: dict[int, int]) -> None:
         if is_loop and argument == returned:
           result[argument] = result[operand]
       _add_origins(inner, depth + is_loop, result)
+
+
+class AcrossLoops(NamedTuple):
+  """What may be computed on either side of a loop of the main block.
+
+  Attributes:
+    products: by index of each product before a loop whose result is first read after it, the index of that reader.
+    after: by value that is computed from a loop's results, the index of the last such loop.
+  """
+
+  products: Mapping[int, int]
+  after: Mapping[int, int]
+
+
+def across_loops(graph: Graph) -> AcrossLoops:
+  """The products that a loop need not wait for, and the values that wait for a loop.
+
+  The gradient of a table that logits are computed with is such a product: it is added to that of the lookup, which
+  waits for the loop over the layers.
+  """
+  after: dict[int, int] = {}
+  pending: dict[int, int] = {}  # by value, the product that it is a view of
+  readers: dict[int, tuple[int, int]] = {}  # by product, with the last loop before
+  last = -1  # loop
+  for index, op in enumerate(graph.main.ops):
+    is_loop = op.kind == 'while'
+    loop = index if is_loop else max((after.get(value, -1) for value in op.operands), default=-1)
+    after |= dict.fromkeys(op.results, loop) if loop >= 0 else {}
+    if op.blocks and not is_loop:
+      pending.clear()  # a branch may read any of them
+    if op.kind in _VIEWS and op.operands[0] in pending:
+      pending[op.results[0]] = pending[op.operands[0]]
+      continue
+    for value in op.operands:
+      if value in pending:
+        readers.setdefault(pending[value], (index, last))
+    pending |= {op.results[0]: index} if op.kind in PRODUCTS else {}
+    last = index if is_loop else last
+  return AcrossLoops({one: reader for one, (reader, loop) in readers.items() if one < loop}, after)

@@ -12,12 +12,18 @@ all that may run then, after the gradients of the activations:
 Where the backward pass itself needs collectives, as with tensor parallelism, they hide behind the products of the same
 layer.
 
+A product before a loop whose result is read after it, as the gradient of a tied table, hides the gather of what the loop
+has computed if nothing reduces its result. If something does, it hides only an array that takes several collectives in
+turn: its own reduction hides behind the loop.
+
 Convolutions are computed as the program is written where their gradients are converted to another dtype after the reduction. In
-32 bits nothing converts them, and each has been seen to run after the gradient of the next filter's input.
+32 bits nothing converts them, and each has been seen to run after the gradient of the next filter's input. Where the
+backward pass itself reduces the gradient of an activation, those of all filters before it wait for it.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import operator
@@ -47,7 +53,7 @@ class _Reduction(NamedTuple):
 
   @property
   def is_filter(self) -> bool:
-    return self.kind == 'convolution'
+    return self.kind in ('convolution', 'filter')
 
 
 class _Step(NamedTuple):
@@ -65,6 +71,7 @@ class WeightGradients:
   def __init__(self) -> None:
     self._steps: list[_Step] = []
     self._reductions: list[_Reduction] = []
+    self._hiding: dict[int, int] = {}  # by product, the operation whose operand's exchange it hides
     self._needed = 0  # by products: a bit for each combined collective
 
   @property
@@ -89,6 +96,20 @@ class WeightGradients:
     """Adds the collectives that a product depends on, as a bit set."""
     self._needed |= needed
 
+  def add_hiding(self, product: int, until: int, is_long: bool) -> bool:
+    """Adds an exchange of a loop's result that a product before the loop can hide; returns whether it does.
+
+    Args:
+      product: index of the product.
+      until: index of the operation that needs the array.
+      is_long: whether the array takes several collectives in turn.
+    """
+    is_reduced = any(one.made == product for one in self._reductions)
+    if product in self._hiding or (is_reduced and not is_long):
+      return False
+    self._hiding[product] = until
+    return True
+
   def add_reduction(
     self, group: int, key: Hashable, made: int, kind: str, size: float, is_narrow: bool = False
   ) -> None:
@@ -98,7 +119,7 @@ class WeightGradients:
       group: index of the combined collective that it depends on or that depends on it.
       key: kind, dtype and axes of the collective; those with another one are never combined with it.
       made: index of the operation whose result is reduced; -1 for one in a loop.
-      kind: kind of that operation.
+      kind: kind of that operation, or 'filter' for a convolution whose result has the shape of one.
       size: bytes.
       is_narrow: whether its elements have less than 32 bits.
     """
@@ -106,7 +127,20 @@ class WeightGradients:
 
   def peak(self) -> float:
     """The peak memory in bytes, with the products delayed."""
-    return self._peak(self._delays(0) | self._filter_delays(1))
+    delays = self._delays(0) | self._filter_delays(1) | self._backward_delays()
+    return self._peak(delays | self._hiding)
+
+  def _backward_delays(self) -> dict[int, int]:
+    """By the index of each gradient of a filter, that of the next result that the backward pass itself reduces."""
+    needed = sorted(
+      one.made
+      for one in self._reductions
+      if self._needed >> one.group & 1 and one.made >= 0 and one.kind != 'filter'
+    )
+    made = [one.made for one in self._reductions if one.is_filter and one.made >= 0]
+    filters = set(made).difference(needed)
+    nexts = {made: bisect.bisect(needed, made) for made in filters}
+    return {made: needed[index] for made, index in nexts.items() if index < len(needed)}
 
   def spread(self) -> float:
     """The most bytes by which the peak may be off, where the gradients of matrices have several groups.
