@@ -497,3 +497,25 @@ def test_memory_of_the_logarithm_of_a_softmax(vocab, rules, arrays):
   layout = spmd.Layout(TWO, (('batch', 'data'), *rules))
   outcome = Estimator(TrainStep(step, create, inputs)).estimate(layout, parse_target('h100:8'))
   assert outcome.memory.temporaries / (tokens * vocab) == pytest.approx(arrays, abs=0.05)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'rules'),
+  [((8192,), ()), ((64, 128), ()), ((8192,), (('rows', 'model'),))],
+  ids=['in place', 'of more dimensions', 'scattered'],
+)
+def test_a_sum_over_devices_may_be_written_beside_its_operand(rows, rules):
+  """The memory is that of the compiled program."""
+  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
+
+  def step(state, x):
+    y = spmd.with_logical_constraint(x @ state['w'].unbox(), ('rows', *[None] * (x.ndim - 1)))
+    return state, jnp.sum(jnp.tanh(y) ** 2)
+
+  create = lambda: {'w': spmd.LogicallyPartitioned(jnp.ones((1024, 4096)), ('embed', None))}
+  x = jax.ShapeDtypeStruct((*rows, 1024), jnp.float32)
+  train = TrainStep(step, create, x, placements=(*[None] * len(rows), 'embed'))
+  layout = spmd.Layout(spmd.abstract_mesh({'model': 8}), (('embed', 'model'), *rules))
+  memory = Estimator(train).estimate(layout, 'h100:8').memory
+  [compiled] = compare(train, {'sum': layout}, 'h100:8')
+  assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)

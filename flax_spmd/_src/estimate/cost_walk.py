@@ -821,6 +821,7 @@ class _CostWalk:
     groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
     if ops and self.platform == 'cuda':
       self.sums.add(partial.product)
+      self._add_reduced(partial, ops)
     self._doubt_sum(value, partial, ops)
     size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
     size *= partial.array.itemsize
@@ -830,6 +831,19 @@ class _CostWalk:
       is_filter = partial.kind == 'convolution' and self.values[value].shape in self.analyzed.filters
       kind = 'filter' if is_filter else partial.kind
       self.weight_gradients.add_reduction(groups[0], key, partial.made, kind, size, is_narrow)
+
+  def _add_reduced(self, partial: PartialSum, ops: Sequence[CollectiveOp]) -> None:
+    """Adds the result of a reduction, which is written beside its operand.
+
+    An all-reduce writes over its operand, unless that is a product of matrices seen as an array with more dimensions.
+    """
+    is_seen_otherwise = partial.kind == 'dot_general' and len(partial.array.shape) > 2
+    if ops[0].kind == 'all-reduce' and not is_seen_otherwise:
+      return
+    size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes) * partial.array.itemsize
+    for op in ops:
+      size *= shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
+    self.gathered_bytes += size
 
   def _is_cut_again(self, value: int) -> bool:
     """Whether an operation needs a part of a value's shards: XLA cuts them at once, and scatters no sum like that."""
