@@ -68,10 +68,11 @@ def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
   return costs._replace(counts=known, doubts=doubts)
 
 
-def _written(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
+def _written(counts: Counts) -> dict[tuple[str, frozenset[str]], float]:
   """The bytes that collectives write, each in one run, by kind and mesh axes."""
-  written: dict[tuple[str, tuple[str, ...]], float] = {}
+  written: dict[tuple[str, frozenset[str]], float] = {}
   for one in counts.collectives:
     grown = {'all-gather': one.group, 'reduce-scatter': 1 / one.group}.get(one.kind, 1.0)
-    written[one.kind, one.axes] = written.get((one.kind, one.axes), 0.0) + one.bytes * grown
+    key = one.kind, frozenset(one.axes)
+    written[key] = written.get(key, 0.0) + one.bytes * grown
   return written
