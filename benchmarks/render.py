@@ -41,7 +41,7 @@ HEADLINES = (
   ('layouts_large', 'LLaMA 70B, 4 layouts, v5e:16x16: CPU, of all processes', 'the same for 256 TPUs v5e', 'smaller'),
   ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates, per second and core', 'larger'),
   ('search_strangers', 'strangers: in doubt', 'random layouts of models written in other ways: estimates in doubt', 'smaller'),
-  ('search_strangers', 'strangers, not in doubt: wire bytes, 95th percentile', 'the other estimates: bytes on the wire off the compiled ones, 95th percentile', 'smaller'),
+  ('search_strangers', 'strangers, not in doubt: memory, 95th percentile', 'the other estimates: peak memory off the compiled one, 95th percentile', 'smaller'),
 )  # fmt: skip
 
 

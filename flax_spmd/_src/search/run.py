@@ -25,9 +25,8 @@ from flax_spmd.errors import InfeasibleError, SearchError
 _STARTS = 0.4  # largest share of starting points among the candidates
 _ESTIMATING = 0.6  # share of the time limit
 _ANCHORS = 2  # layouts compiled before the search, to check its estimates
-_ROUNDS = (
-  4  # of partitioning or compiling the best candidates, at most: others may be the best afterwards
-)
+_PARTITIONED = 0.7  # share of the time limit after which nothing more is partitioned
+_ROUNDS = 4  # at most, of partitioning or compiling the best: others may be the best afterwards
 
 
 class SearchLimits(NamedTuple):
@@ -168,7 +167,7 @@ class SearchRun:
       new = [one for one in selected if one not in self.trials.partitioned]
       with progress(self.show, len(new), 'partitioning') as update:
         for number, candidate in enumerate(new, 1):
-          if self._is_late(_ESTIMATING):
+          if self._is_late(_PARTITIONED):
             return
           self.trials.partition(candidate)
           update(number, '')
