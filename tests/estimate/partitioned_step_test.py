@@ -117,7 +117,7 @@ def test_a_step_that_cannot_be_partitioned_is_estimated():
 
 
 @pytest.mark.parametrize(('share', 'is_in_doubt'), [(0.0, False), (0.08, False), (0.12, True)])
-def test_memory_is_in_doubt_where_the_walk_has_other_collectives(monkeypatch, share, is_in_doubt):
+def test_memory_is_in_doubt_where_the_walk_gathers_other_arrays(monkeypatch, share, is_in_doubt):
   """The bytes are a share of the peak memory."""
   layout = spmd.Layout(spmd.abstract_mesh({'a': 8}), (('batch', 'a'),))
   estimator = Estimator(transformer())
@@ -130,5 +130,5 @@ def test_memory_is_in_doubt_where_the_walk_has_other_collectives(monkeypatch, sh
   outcome = estimator.estimate(layout, 'h100:8')
   assert outcome.source == 'partitioned' and outcome.memory == quick.memory
   assert outcome.counts == quick.counts._replace(flops=1.0, collectives=changed.collectives)
-  text = f'memory: collectives that write {size_text(more)} are others than the estimate has'
+  text = f'memory: gathered arrays of {size_text(more)} are others than the estimate has'
   assert outcome.doubts == ((text,) if is_in_doubt else ())

@@ -57,22 +57,21 @@ def _combined(
 def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
   """The costs of a walk with the FLOPs and collectives of a partitioned step.
 
-  What remains in doubt is the memory; all of it, where the walk has other collectives than the partitioned step.
+  What remains in doubt is the memory; all of it, where the walk gathers other arrays than the partitioned step.
   """
   known = costs.counts._replace(flops=counts.flops, collectives=counts.collectives)
-  doubts, ours, theirs = costs.about_memory, _written(costs.counts), _written(counts)
-  apart = sum(abs(ours.get(key, 0.0) - theirs.get(key, 0.0)) for key in ours | theirs)
+  doubts, ours, theirs = costs.about_memory, _gathered(costs.counts), _gathered(counts)
+  apart = sum(abs(ours.get(axes, 0.0) - theirs.get(axes, 0.0)) for axes in ours | theirs)
   if apart > _ALIKE * costs.memory:
-    text = f'memory: collectives that write {size_text(apart)} are others than the estimate has'
-    doubts = (*doubts, text)
+    doubts = (*doubts, f'memory: gathered arrays of {size_text(apart)} are others than the estimate has')
   return costs._replace(counts=known, doubts=doubts)
 
 
-def _written(counts: Counts) -> dict[tuple[str, frozenset[str]], float]:
-  """The bytes that collectives write, each in one run, by kind and mesh axes."""
-  written: dict[tuple[str, frozenset[str]], float] = {}
+def _gathered(counts: Counts) -> dict[frozenset[str], float]:
+  """The bytes that all-gathers write, each in one run, by mesh axes."""
+  gathered: dict[frozenset[str], float] = {}
   for one in counts.collectives:
-    grown = {'all-gather': one.group, 'reduce-scatter': 1 / one.group}.get(one.kind, 1.0)
-    key = one.kind, frozenset(one.axes)
-    written[key] = written.get(key, 0.0) + one.bytes * grown
-  return written
+    if one.kind == 'all-gather':
+      axes = frozenset(one.axes)
+      gathered[axes] = gathered.get(axes, 0.0) + one.bytes * one.group
+  return gathered
