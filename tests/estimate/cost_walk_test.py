@@ -519,3 +519,27 @@ def test_a_sum_over_devices_may_be_written_beside_its_operand(rows, rules):
   memory = Estimator(train).estimate(layout, 'h100:8').memory
   [compiled] = compare(train, {'sum': layout}, 'h100:8')
   assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_gradient_of_logits_without_the_last_position_is_written_beside_them(dtype):
+  """A loss of the next token; the memory is that of the compiled program."""
+  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
+
+  def loss(state, batch):
+    logits = (batch['x'].astype(dtype) @ state['w'].astype(dtype)).astype(jnp.float32)
+    chances = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(chances, batch['ids'][:, 1:, None], -1))
+
+  def step(state, batch):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state, batch)), 0.0
+
+  create = lambda: {'w': jnp.ones((512, 32000))}
+  inputs = {
+    'x': jax.ShapeDtypeStruct((64, 256, 512), jnp.float32),
+    'ids': jax.ShapeDtypeStruct((64, 256), jnp.int32),
+  }
+  train = TrainStep(step, create, inputs)
+  memory = Estimator(train).estimate(DATA, 'h100:8').memory
+  [compiled] = compare(train, {'data': DATA}, 'h100:8')
+  assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)
