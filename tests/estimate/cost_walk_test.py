@@ -543,3 +543,39 @@ def test_the_gradient_of_logits_without_the_last_position_is_written_beside_them
   memory = Estimator(train).estimate(DATA, 'h100:8').memory
   [compiled] = compare(train, {'data': DATA}, 'h100:8')
   assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'is_in_doubt'), [({'data': 8, 'model': 1}, False), ({'data': 2, 'model': 4}, True)]
+)
+def test_blocks_that_are_computed_again_beside_sums_are_in_doubt(mesh, is_in_doubt):
+  """XLA's scheduler runs them early to hide the sums of tensor parallelism."""
+
+  @jax.checkpoint
+  def block(x, weights):
+    up, down = weights
+    hidden = jnp.tanh(x @ up)
+    return x + jnp.tanh(hidden * hidden) @ down
+
+  def step(state, x):
+    def loss(state):
+      y = x
+      for weights in spmd.unbox(state):
+        y = block(y, weights)
+      return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state)), 0.0
+
+  def create():
+    box = lambda *names: spmd.LogicallyPartitioned(
+      jnp.ones([{'embed': 256, 'mlp': 1024}[name] for name in names]), names
+    )
+    return [(box('embed', 'mlp'), box('mlp', 'embed')) for _ in range(3)]
+
+  x = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+  layout = spmd.Layout(spmd.abstract_mesh(mesh), (('batch', 'data'), ('mlp', 'model')))
+  outcome = Estimator(TrainStep(step, create, x)).estimate(layout, 'h100:8')
+  found = [
+    doubt for doubt in outcome.doubts if doubt.startswith('remat: blocks that are computed again')
+  ]
+  assert bool(found) == is_in_doubt

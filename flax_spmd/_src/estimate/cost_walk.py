@@ -254,6 +254,7 @@ class AnalyzedGraph:
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
       walk.doubts.add_kept('gradients', 'the order of those of filters', spread)
+      walk.doubts.add_kept('remat', 'blocks that are computed again early, beside sums', walk.repeated)
       walk.add_spikes(peak)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
@@ -330,6 +331,9 @@ class _CostWalk:
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
+    self.forward: set[tuple[int, str]] = set()  # operations before the first barrier
+    self.barrier = -1  # index of the first one in the main block
+    self.again = 0.0  # bytes that operations after it compute again
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
     self.sums: set[int] = set()  # sums that have been reduced over devices
 
@@ -368,6 +372,7 @@ class _CostWalk:
       peak = max(peak, present)
       if is_main:
         self.present.append(present)
+        self._add_again(op, sum(alive[value] for value in written))
         added = self._image_sums(op, reads) if op.kind == 'reduce' else 0.0
         self._add_step(present + added, live, index, alive)
         if self.padded:
@@ -382,6 +387,24 @@ class _CostWalk:
       self._bring(value, required or self.specs[value], times, '')
     self.hbm += times * sum(map(self._bytes, live.returned))
     return peak
+
+  def _add_again(self, op: Op, size: float) -> None:
+    """Notes what is computed again for the backward pass outside of loops, with its size in bytes."""
+    if op.kind == BARRIER and self.barrier < 0:
+      self.barrier = len(self.present)
+    key = self.analyzed.alike.get(op.results[0], -1) if op.results else -1, op.source
+    if self.barrier < 0:
+      self.forward.add(key)
+    elif key in self.forward:
+      self.again += size
+
+  @property
+  def repeated(self) -> float:
+    """The bytes that a backward pass with sums over devices may compute again before it needs them.
+
+    XLA's scheduler knows no barriers: what is computed again hides the sums.
+    """
+    return self.again if self.weight_gradients.has_sums_after(self.barrier) else 0.0
 
   def _add_step(
     self, present: float, live: BlockLiveness, index: int, alive: Mapping[int, float]

@@ -125,6 +125,10 @@ class WeightGradients:
     """
     self._reductions.append(_Reduction(group, key, made, kind, size, is_narrow))
 
+  def has_sums_after(self, index: int) -> bool:
+    """Whether products wait for the reduction of a result that an operation after an index computes."""
+    return any(one.made > index and self._needed >> one.group & 1 for one in self._reductions)
+
   def peak(self) -> float:
     """The peak memory in bytes, with the products delayed."""
     delays = self._delays(0) | self._filter_delays(1) | self._backward_delays()
