@@ -431,15 +431,21 @@ def _is_copied(transpose: Any) -> bool:
 def scatter_into_sums(module: Any) -> None:
   """Scatters onto a sum what is scattered onto one of its operands, as XLA does: the result is sharded as the sum.
 
-  So it is with the gradient of logits that a lookup of labels and a normalizer read.
+  So it is with the gradient of logits that a lookup of labels and a normalizer read. A constraint between the two, as of
+  the batch, then is one of the result.
   """
   for op in list(_all_ops(module)):
     if op.name != 'stablehlo.add':
       continue
-    scatters = [_scatter_of(value) for value in op.operands]
+    constraints = [_constraint_of(value) for value in op.operands]
+    scatters = [
+      _scatter_of(constraint.operands[0] if constraint else value)
+      for constraint, value in zip(constraints, op.operands)
+    ]
     if all(scatters) or not any(scatters):  # XLA makes one scatter of two
       continue
     scatter, other = scatters[0] or scatters[1], op.operands[1 if scatters[0] else 0]
+    constraint = constraints[0 if scatters[0] else 1]
     start = scatter.operands[0]
     with ir.InsertionPoint(op):
       total = other
@@ -447,10 +453,23 @@ def scatter_into_sums(module: Any) -> None:
         total = op.clone().results[0]
         total.owner.operands[0], total.owner.operands[1] = other, start
       substitute = scatter.clone()
-    substitute.operands[0] = total
-    op.results[0].replace_all_uses_with(substitute.results[0])
-    op.erase()
-    scatter.erase()
+      substitute.operands[0] = total
+      result = substitute.results[0]
+      if constraint:
+        copy = constraint.clone()
+        copy.operands[0], result = result, copy.results[0]
+    op.results[0].replace_all_uses_with(result)
+    for replaced in (op, constraint, scatter):
+      if replaced:
+        replaced.erase()
+
+
+def _constraint_of(value: Any) -> Any:
+  """The sharding constraint whose result a value is, if it has one use; else None."""
+  op = value.owner
+  if isinstance(op, ir.Block) or op.name != 'sdy.sharding_constraint' or len(list(value.uses)) > 1:
+    return None
+  return op.operation
 
 
 def _scatter_of(value: Any) -> Any:
