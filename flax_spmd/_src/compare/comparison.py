@@ -51,8 +51,8 @@ class Comparison:
     >>> tensor = Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),))
     >>> target = parse_target('h100:8')
     >>> comparison = Comparison(target, [  # of estimates; `compare` returns a comparison of compiled steps
-    ...   estimator.estimate(data, target)._replace(name='data'),
-    ...   estimator.estimate(tensor, target)._replace(name='tensor'),
+    ...   estimator.estimate(data, target, partition=False)._replace(name='data'),
+    ...   estimator.estimate(tensor, target, partition=False)._replace(name='tensor'),
     ... ])
     >>> [outcome.name for outcome in comparison], comparison.source
     (['data', 'tensor'], 'estimated')

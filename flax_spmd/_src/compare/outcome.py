@@ -46,9 +46,9 @@ class Outcome(NamedTuple):
     >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
     >>> estimator = Estimator(train_step)
     >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
-    >>> outcome = estimator.estimate(layout, parse_target('h100:8'))
+    >>> outcome = estimator.estimate(layout, parse_target('h100:8'), partition=False)
     >>> outcome.fits, outcome.mesh, outcome.source
-    (True, {'data': 8}, 'partitioned')
+    (True, {'data': 8}, 'estimated')
   """
 
   name: str
