@@ -389,7 +389,7 @@ class _CostWalk:
     return peak
 
   def _add_again(self, op: Op, size: float) -> None:
-    """Notes what is computed again for the backward pass outside of loops, with its size in bytes."""
+    """Notes a repeated operation of the backward pass outside of loops, with its size in bytes."""
     if op.kind == BARRIER and self.barrier < 0:
       self.barrier = len(self.present)
     key = self.analyzed.alike.get(op.results[0], -1) if op.results else -1, op.source
@@ -402,7 +402,7 @@ class _CostWalk:
   def repeated(self) -> float:
     """The bytes that a backward pass with sums over devices may compute again before it needs them.
 
-    XLA's scheduler knows no barriers: what is computed again hides the sums.
+    XLA removes the barriers before it schedules: repeated operations hide the sums.
     """
     return self.again if self.weight_gradients.has_sums_after(self.barrier) else 0.0
 
@@ -418,7 +418,7 @@ class _CostWalk:
     """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does.
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
-    The result of an asynchronous collective is not written to, and what is padded takes no operand's place.
+    The result of an asynchronous collective is not written to, and a padded array takes no operand's place.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':

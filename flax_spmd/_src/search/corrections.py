@@ -11,7 +11,7 @@ from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
 from flax_spmd._src.text import size_text
 
-_NOT_PARTITIONED = ('temporaries', 'hbm')  # what is estimated of a partitioned step, too
+_NOT_PARTITIONED = ('temporaries', 'hbm')  # factors that hold for a partitioned step, too
 
 
 def corrected(

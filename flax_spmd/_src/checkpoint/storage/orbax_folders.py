@@ -100,7 +100,7 @@ def described_keys(path: epath.Path, part: str) -> list[tuple[str, ...]]:
 
 
 def array_values(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """What Orbax's description of a part says about the value of each array."""
+  """The value of each array in Orbax's description of a part."""
   return [value for entry in _entries(content) if (value := _array_value(entry))]
 
 
