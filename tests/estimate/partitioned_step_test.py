@@ -132,3 +132,14 @@ def test_memory_is_in_doubt_where_the_walk_gathers_other_arrays(monkeypatch, sha
   assert outcome.counts == quick.counts._replace(flops=1.0, collectives=changed.collectives)
   text = f'memory: gathered arrays of {size_text(more)} are others than the estimate has'
   assert outcome.doubts == ((text,) if is_in_doubt else ())
+
+
+def test_the_flops_of_kernels_count_in_a_partitioned_step(monkeypatch):
+  """The partitioned program has them as custom calls, whose work its text does not have."""
+  layout = spmd.Layout(spmd.abstract_mesh({'a': 8}), (('batch', 'a'),))
+  estimator = Estimator(transformer())
+  quick = estimator.estimate(layout, 'h100:8', partition=False)
+  changed = quick.counts._replace(flops=1.0, opaque=(('kernel', 1),))
+  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
+  monkeypatch.setattr(estimator_module, 'partitioned_counts', lambda code, sizes: changed)
+  assert estimator.estimate(layout, 'h100:8').counts.flops == quick.counts.flops

@@ -59,7 +59,8 @@ def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
 
   What remains in doubt is the memory; all of it, where the walk gathers other arrays than the partitioned step.
   """
-  known = costs.counts._replace(flops=counts.flops, collectives=counts.collectives)
+  flops = max(counts.flops, costs.counts.flops) if counts.opaque else counts.flops  # of kernels, too
+  known = costs.counts._replace(flops=flops, collectives=counts.collectives)
   doubts, ours, theirs = costs.about_memory, _gathered(costs.counts), _gathered(counts)
   apart = sum(abs(ours.get(axes, 0.0) - theirs.get(axes, 0.0)) for axes in ours | theirs)
   if apart > _ALIKE * costs.memory:
