@@ -69,6 +69,13 @@ def forked_compilers():
     yield
 
 
+@pytest.fixture
+def gpu_compiler():
+  """Skips the test where XLA's compiler for GPUs is not installed."""
+  if not compilation.has_wheel('cuda'):
+    pytest.skip('no compiler for GPUs')
+
+
 @pytest.fixture(autouse=True)
 def no_url_is_a_folder():
   """Checks that the test wrote nothing to a local folder such as `s3:`, into which a client of no bucket makes a URL."""

@@ -361,6 +361,17 @@ def test_a_wheel_for_another_jax(monkeypatch):
     Fix: pip install 'jax-cuda12-plugin==0.12.0'""")
 
 
+def test_the_compiler_for_gpus_of_either_cuda(monkeypatch):
+  for cuda in ('cuda12', 'cuda13'):
+    plugin = f'jax_{cuda}_plugin'
+    monkeypatch.setattr('importlib.util.find_spec', lambda name, plugin=plugin: name == plugin or None)
+    monkeypatch.setattr(compilation, 'installed_version', lambda wheel: '0.12.0.1')
+    compilation.check_compiler(compilation.Target('h100:8', spmd.explore.chips()['h100'], (1, 8)))
+    assert compilation.compiler_versions('cuda') == dict.fromkeys(
+      (f'jax-{cuda}-plugin', f'jax-{cuda}-pjrt'), '0.12.0.1'
+    )
+
+
 def test_too_many_devices_for_the_cpu():
   with pytest.raises(TargetDeviceError, match="Fix: compare on a target such as 'h100:1024'"):
     compilation.check_compiler(compilation.Target('cpu:4096', spmd.explore.chips()['cpu'], (1, 4096)))

@@ -1,7 +1,5 @@
 """Functions of `custom_partitioning`: compiled for absent devices, and estimated."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -75,7 +73,7 @@ def attention(state, x):
   return {'w': state['w'] - gradient}, loss
 
 
-@pytest.mark.skipif(not importlib.util.find_spec('jax_cuda12_plugin'), reason='cuDNN is not installed')
+@pytest.mark.usefixtures('gpu_compiler')
 def test_attention_of_cudnn_is_estimated_and_compiled_alike():
   state = lambda: {'w': jnp.ones((64, 3 * 4 * 64), jnp.bfloat16)}
   x = jax.ShapeDtypeStruct((BATCH, 128, 64), jnp.bfloat16)

@@ -191,6 +191,7 @@ def test_the_arrays_of_grouped_convolutions_are_gathered():
   assert not found.doubts
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize('padding', ['CAUSAL', 'SAME'])
 def test_filters_with_holes_are_filled_where_an_input_is_padded_on_one_side(padding):
   layer = nn.Conv(CHANNELS, (2,), kernel_dilation=4, padding=padding, use_bias=False)
@@ -198,7 +199,6 @@ def test_filters_with_holes_are_filled_where_an_input_is_padded_on_one_side(padd
   loss = lambda weights, x: jnp.sum(layer.apply(weights, x) ** 2)
   create = lambda: layer.init(jax.random.key(0), jnp.ones(x.shape))
   train = TrainStep(descent(loss), create, x)
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
   exact = compare(train, [LAYOUT], 'h100:8')['layout 0'].counts.flops
   assert Estimator(train).estimate(LAYOUT, parse_target('h100:8')).counts.flops == pytest.approx(
     exact, rel=0.001

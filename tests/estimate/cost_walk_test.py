@@ -1,7 +1,5 @@
 """Partial sums of one array, and arrays that are reshaped: the traffic of compiled programs, by hand."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,9 +27,9 @@ GRID = spmd.Layout(
 )
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 def compiled(train, layout):
   """The work of the compiled program."""
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
   return compare(train, [layout], 'h100:8')['layout 0'].counts
 
 
@@ -255,7 +253,7 @@ CONTESTED = (
 )
 
 
-@pytest.mark.skipif(not importlib.util.find_spec('jax_cuda12_plugin'), reason='no compiler for GPUs')
+@pytest.mark.usefixtures('gpu_compiler')
 def test_products_of_contested_axes_send_and_compute_as_much_as_compiled_ones():
   def step(state, tokens):
     def loss(state):
@@ -294,7 +292,7 @@ def test_products_of_contested_axes_send_and_compute_as_much_as_compiled_ones():
     assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec('jax_cuda12_plugin'), reason='no compiler for GPUs')
+@pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize('heads', [12, 6, 8, 4, 2, 3])
 def test_features_that_are_cut_into_heads_send_as_much_as_in_compiled_programs(heads):
   width = 16 * heads * 8
@@ -499,6 +497,7 @@ def test_memory_of_the_logarithm_of_a_softmax(vocab, rules, arrays):
   assert outcome.memory.temporaries / (tokens * vocab) == pytest.approx(arrays, abs=0.05)
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize(
   ('rows', 'rules'),
   [((8192,), ()), ((64, 128), ()), ((8192,), (('rows', 'model'),))],
@@ -506,7 +505,6 @@ def test_memory_of_the_logarithm_of_a_softmax(vocab, rules, arrays):
 )
 def test_a_sum_over_devices_may_be_written_beside_its_operand(rows, rules):
   """The memory is that of the compiled program."""
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
 
   def step(state, x):
     y = spmd.with_logical_constraint(x @ state['w'].unbox(), ('rows', *[None] * (x.ndim - 1)))
@@ -521,10 +519,10 @@ def test_a_sum_over_devices_may_be_written_beside_its_operand(rows, rules):
   assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_gradient_of_logits_without_the_last_position_is_written_beside_them(dtype):
   """A loss of the next token; the memory is that of the compiled program."""
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
 
   def loss(state, batch):
     logits = (batch['x'].astype(dtype) @ state['w'].astype(dtype)).astype(jnp.float32)

@@ -259,7 +259,7 @@ def test_a_peak_close_to_the_limit_is_doubtful(estimator):
   assert outcome.doubts[-1].startswith('memory: ') and 'too close to call' in outcome.doubts[-1]
 
 
-def test_slices_along_a_sharded_dimension_are_doubtful(estimator):
+def test_slices_along_a_sharded_dimension_are_doubtful(estimator, no_partitioner):
   stacked = estimator.estimate(layout({'data': 2, 'model': 4}, batch='data', layers='model'), TARGET)
   assert any('slice along a sharded dimension' in doubt for doubt in stacked.doubts)
   assert estimator.estimate(BOTH, TARGET).doubts == ()

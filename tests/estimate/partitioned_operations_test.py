@@ -260,9 +260,8 @@ ENTRY %main (x: (s32[], f32[8])) -> (s32[], f32[8]) {
 
 
 @pytest.fixture
-def alone():
+def alone(gpu_compiler):
   """A partitioner with a process of its own, which needs the compiler for GPUs."""
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
   partitioner = Partitioner()
   yield partitioner
   partitioner.close()

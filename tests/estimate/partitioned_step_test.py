@@ -1,6 +1,5 @@
 """Whole steps that are partitioned: their FLOPs and collectives are those of the compiled program."""
 
-import importlib.util
 import random
 
 import jax
@@ -16,9 +15,6 @@ from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.text import size_text
 from flax_spmd.explore import TrainStep, compare
 
-has_compiler = pytest.mark.skipif(
-  not importlib.util.find_spec('jax_cuda12_plugin'), reason='no compiler for GPUs'
-)
 SIZES = {'batch': 16, 'length': 64, 'embed': 128, 'heads': 4, 'head': 32, 'mlp': 512, 'vocab': 1024}
 WEIGHTS = {
   'in': ('embed', 'heads', 'head'),
@@ -75,7 +71,7 @@ def random_layouts(count, seed):
   return layouts
 
 
-@has_compiler
+@pytest.mark.usefixtures('gpu_compiler')
 def test_flops_and_collectives_are_those_of_compiled_programs(whole_steps):
   train = transformer()
   estimator, layouts = Estimator(train), random_layouts(5, 3)
@@ -87,7 +83,7 @@ def test_flops_and_collectives_are_those_of_compiled_programs(whole_steps):
     assert sent == pytest.approx(right, rel=0.001, abs=1024), compiled.name
 
 
-@has_compiler
+@pytest.mark.usefixtures('gpu_compiler')
 def test_independent_collectives_are_combined(whole_steps):
   layout = spmd.Layout(spmd.abstract_mesh({'a': 8}), (('batch', 'a'),))
   outcome = Estimator(transformer()).estimate(layout, 'h100:8')

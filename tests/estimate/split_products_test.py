@@ -40,10 +40,10 @@ def test_most_parts_are_exactly_those_of_compiled_programs():
   assert sum(parts(*sizes) == compiled for *sizes, compiled in COMPILED) >= 0.75 * len(COMPILED)
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize('width', [512, 1024])
 def test_the_parts_are_in_memory(width):
   """Those of the gradient of a weight, which is the sum over 8192 rows of each device."""
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
 
   def step(state, x):
     loss = lambda state: jnp.sum((x @ state['w']) * x)

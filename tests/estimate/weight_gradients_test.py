@@ -124,13 +124,14 @@ def test_a_backward_pass_with_collectives_delays_nothing():
   assert schedule(*sums, needed=1 << 2) == 2
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 def memory(train, layout):
   """The memory of temporaries, estimated and compiled."""
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
   estimated = Estimator(train).estimate(layout, parse_target('h100:8'))
   return estimated.memory.temporaries, compare(train, [layout], 'h100:8')['layout 0'].memory.temporaries
 
 
+@pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize('is_sharded', [True, False])
 def test_the_gradient_of_a_tied_table_that_nothing_reduces_waits_for_the_loop_over_layers(
   monkeypatch, is_sharded
@@ -156,7 +157,6 @@ def test_the_gradient_of_a_tied_table_that_nothing_reduces_waits_for_the_loop_ov
     value, gradients = jax.value_and_grad(loss)(weights, ids)
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
-  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
   train = TrainStep(step, create, jax.ShapeDtypeStruct(tokens, jnp.int32))
   rules = (('batch', 'data'), ('vocab', 'data' if is_sharded else None))
   layout, target = spmd.Layout(LAYOUT.mesh, rules), 'h100:8'

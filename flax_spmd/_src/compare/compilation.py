@@ -43,9 +43,9 @@ _WARNING_WORDS = (
   'spmd_partitioner',
   'fallback',
 )
-_WHEELS = {
-  'tpu': ('libtpu', 'tpu', ('libtpu',)),
-  'cuda': ('jax_cuda12_plugin', 'cuda', ('jax-cuda12-plugin', 'jax-cuda12-pjrt')),
+_WHEELS = {  # by platform: the wheels of which any one set has its compiler; the extra installs the first
+  'tpu': (('libtpu',),),
+  'cuda': tuple((f'jax-{cuda}-plugin', f'jax-{cuda}-pjrt') for cuda in ('cuda12', 'cuda13')),
 }
 
 
@@ -146,11 +146,11 @@ def check_compiler(target: Target) -> None:
     )
   if platform not in _WHEELS:
     return
-  _, extra, wheels = _WHEELS[platform]
-  if not has_wheel(platform):
+  wheels = _wheels(platform)
+  if not wheels:
     raise TargetDeviceError(
-      f'There is no compiler for {target.text} on this machine: the wheel {wheels[0]} is not installed.\n'
-      f"Fix: pip install 'flax-spmd[{extra}]'"
+      f'There is no compiler for {target.text} on this machine: the wheel {_WHEELS[platform][0][0]} is not installed.\n'
+      f"Fix: pip install 'flax-spmd[{platform}]'"
     )
   jax_version = installed_version('jaxlib')
   for wheel in wheels if platform == 'cuda' else ():
@@ -164,7 +164,18 @@ def check_compiler(target: Target) -> None:
 
 def has_wheel(platform: str) -> bool:
   """Whether the wheel with a platform's compiler is installed: for 'cuda' or 'tpu'."""
-  return importlib.util.find_spec(_WHEELS[platform][0]) is not None
+  return bool(_wheels(platform))
+
+
+def compiler_versions(platform: str) -> dict[str, str]:
+  """The versions of the wheels with a platform's compiler: for 'cuda' or 'tpu'; empty if none is installed."""
+  return {wheel: installed_version(wheel) for wheel in _wheels(platform)}
+
+
+def _wheels(platform: str) -> tuple[str, ...]:
+  """The wheels with a platform's compiler that are installed; empty if there are none."""
+  modules = {wheels: wheels[0].replace('-', '_') for wheels in _WHEELS[platform]}
+  return next((wheels for wheels, name in modules.items() if importlib.util.find_spec(name)), ())
 
 
 def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[CompileResult]:
@@ -271,7 +282,7 @@ def cache_folder() -> Path:
 
 def cache_key(program: LoweredStep, target: Target) -> str:
   """A digest of a program, its target and all versions involved."""
-  versions = [*map(installed_version, ('jaxlib', 'libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
+  versions = [*map(installed_version, ('jaxlib', 'flax-spmd')), *map(compiler_versions, _WHEELS)]
   chip = target.chip._replace(efficiency=1.0, pace=1.0, spread=())  # figures of times, not of programs
   about = [_FORMAT, program.identity, target._replace(chip=chip), list(program.mesh.items()), versions]
   return hashlib.sha256(repr(about).encode()).hexdigest()[:40]

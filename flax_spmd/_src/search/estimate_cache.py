@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flax_spmd._src.compare.compilation import cache_folder
+from flax_spmd._src.compare.compilation import cache_folder, compiler_versions
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Memory, Outcome
@@ -62,7 +62,8 @@ def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCa
     target: the hardware.
     fresh: whether to discard cached estimates.
   """
-  partitioner = can_partition(target.chip.platform) and installed_version('jax-cuda12-plugin')
+  platform = target.chip.platform
+  partitioner = can_partition(platform) and compiler_versions(platform)
   about = [identity, target, partitioner]
   key = hashlib.sha256(repr(about).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
