@@ -174,7 +174,7 @@ def test_donated(schedule, name):
     old = result
     result, loss = pipelined(result, X, Y)
     expected, expected_loss = one_by_one(expected, X, Y)
-    assert_same((result, loss), (expected, expected_loss))
+    assert_same((copied(result), loss), (expected, expected_loss))  # JAX 0.11 keeps what numpy has read
     if number:  # placed by the first call
       own = [leaf for leaf in jax.tree.leaves(old[0]) if leaf.sharding.addressable_devices]
       assert all(leaf.is_deleted() for leaf in own)
