@@ -28,7 +28,7 @@ RULES = {
 
 
 class Decoder(NamedTuple):
-  """Sizes of a model, and how its step is computed."""
+  """Sizes of a model, and how its step is computed: by a kernel for attention, which skips masked scores."""
 
   layers: int
   embed: int
@@ -40,6 +40,7 @@ class Decoder(NamedTuple):
   vocab: int
   keep: tuple[str, ...] | None = ()
   kernel: bool = True
+  skips: bool = True
 
   @property
   def parameters(self) -> float:
@@ -105,7 +106,8 @@ class Layer(nn.Module):
       )
     )
     implementation = 'cudnn' if c.kernel else 'xla'
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    causal = c.skips or not c.kernel
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
     y = checkpoint_name(_constrain(y, 'batch', None, 'heads', None), 'context')
     out = _weight(self, 'out', ('heads', 'head', 'embed'), (c.heads, c.head, c.embed))
     return checkpoint_name(_constrain(jnp.einsum('bshd,hde->bse', y, out), 'batch', None, None), 'out')

@@ -58,8 +58,8 @@ def test_a_function_with_unknown_costs_makes_an_estimate_doubtful():
   assert outcome.counts.by_kind() == {'all-reduce': 7.0}
   assert outcome.counts.opaque == (('centered', 4),)
   assert set(outcome.doubts) == {
-    'custom_partitions_test.py:39: the costs of the kernel centered are unknown',
-    'custom_partitions_test.py:40: the costs of the kernel centered are unknown',
+    'custom_partitions_test.py:37: the costs of the kernel centered are unknown',
+    'custom_partitions_test.py:38: the costs of the kernel centered are unknown',
   }
 
 

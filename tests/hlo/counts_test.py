@@ -349,6 +349,30 @@ def test_cudnn_attention(target, products):
   assert counts.flops == products * 2 * 2 * 8 * 256 * 512 * 64
 
 
+@pytest.mark.parametrize(
+  'mask, window, queries, keys',
+  [
+    ('NO_MASK', 0, 256, 512),
+    ('PADDING', 0, 64, 64),
+    ('CAUSAL', 0, 256, 512),
+    ('PADDING_CAUSAL', 0, 512, 256),
+    ('CAUSAL', 16, 256, 512),
+    ('CAUSAL', 900, 64, 64),
+  ],
+)
+def test_cudnn_skips_what_a_causal_mask_leaves_out(mask, window, queries, keys):
+  counts = counted(
+    f'%q = bf16[2,{queries},8,64]{{3,2,1,0}} parameter(0)',
+    f'%k = bf16[2,{keys},4,64]{{3,2,1,0}} parameter(1)',
+    f'ROOT %o = bf16[2,{queries},8,64]{{3,2,1,0}} custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax",'
+    ' backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":'
+    f'["2","8","{queries}","{keys}"]}},"mask_type":"{mask}","sliding_window_length":{window}}}}}',
+  )
+  query, key = np.arange(queries)[:, None], np.arange(keys)
+  attended = (key <= query) & (query - key < (window or queries)) | ('CAUSAL' not in mask)
+  assert counts.flops == 2 * 2 * 2 * 8 * 64 * attended.sum()
+
+
 def test_unknown_calls_are_listed():
   counts = counted(
     '%x = f32[8]{0:T(128)} parameter(0)',

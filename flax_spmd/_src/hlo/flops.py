@@ -19,6 +19,8 @@ _CONVOLUTION = re.compile(r'__(?:cudnn|onednn)\$conv')
 _ATTENTION = re.compile(r'__cudnn\$fmha')
 _CONTRACTING = re.compile(r'lhs_contracting_dimensions\\?":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
+_CAUSAL = re.compile(r'mask_type\\?":\s*\\?"(?:PADDING_)?CAUSAL')
+_WINDOW = re.compile(r'sliding_window_length\\?":\s*(\d+)')
 _GIVEN_FLOPS = re.compile(r'cost_estimate\\?"\s*:\s*\{[^}]*?flops\\?"\s*:\s*\\?"?(\d+)')
 _NEGLIGIBLE = re.compile(r'threefry|rng|TopK|topk|callback|annotate', re.IGNORECASE)
 _ANNOTATIONS = re.compile(
@@ -186,8 +188,8 @@ def _convolution_call_flops(
 def kernel_flops(kernel: str, query: Sequence[int]) -> float | None:
   """The FLOPs of a kernel, or None if they are unknown.
 
-  cuDNN's attention has 2 products forward, and 5 backward, which recomputes the scores. Masked scores count too, as
-  everywhere. A kernel for TPUs may have the FLOPs that its author has given it.
+  cuDNN's attention has 2 products forward, and 5 backward, which recomputes the scores. It skips what a causal mask or
+  a window leaves out. A kernel for TPUs may have the FLOPs that its author has given it.
 
   Args:
     kernel: target of a custom call, and its configuration.
@@ -204,7 +206,18 @@ def kernel_flops(kernel: str, query: Sequence[int]) -> float | None:
   scores = attention_scores(kernel)
   if scores is None:
     return None
-  return (5 if 'Backward' in name else 2) * 2.0 * math.prod(scores) * query[-1]
+  return (5 if 'Backward' in name else 2) * 2.0 * _computed_scores(kernel, scores) * query[-1]
+
+
+def _computed_scores(kernel: str, scores: tuple[int, ...]) -> int:
+  """The number of scores that cuDNN computes: a query attends to keys up to its own, within the window if there is one."""
+  *batch, queries, keys = scores
+  if not _CAUSAL.search(kernel):
+    return math.prod(scores)
+  window = _WINDOW.search(kernel)
+  most = min(keys, int(window[1]) if window else 0) or keys
+  growing = min(queries, most)
+  return math.prod(batch) * (growing * (growing + 1) // 2 + (queries - growing) * most)
 
 
 def attention_scores(kernel: str) -> tuple[int, ...] | None:
