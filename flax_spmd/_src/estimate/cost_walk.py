@@ -118,7 +118,6 @@ class AnalyzedGraph:
     uses: number of uses per value.
     users: operations on each value.
     transposed: operands of transposes, by their results.
-    padded: results of pads, and of conversions of them.
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
     filters: arguments of the shapes of convolutions' filters, by shape.
@@ -144,7 +143,6 @@ class AnalyzedGraph:
     self.uses: dict[int, int] = {}
     self.users: dict[int, list[Op]] = {}
     self.transposed: dict[int, int] = {}
-    self.padded: set[int] = set()
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
     self._number(graph.main, {})
@@ -164,8 +162,6 @@ class AnalyzedGraph:
         self.users.setdefault(value, []).append(op)
       if op.kind == 'transpose':
         self.transposed[op.results[0]] = op.operands[0]
-      if op.kind == 'pad' or (op.kind == 'convert' and op.operands[0] in self.padded):
-        self.padded.add(op.results[0])
       if op.attributes.get('value') is not None:
         self.constants[op.results[0]] = op.attributes['value']
       if op.kind in PRODUCTS:
@@ -418,7 +414,8 @@ class _CostWalk:
     """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does.
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
-    The result of an asynchronous collective is not written to, and a padded array takes no operand's place.
+    The result of an asynchronous collective is not written to, and what is computed from a padded array takes no
+    operand's place: it is larger.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':
@@ -426,7 +423,7 @@ class _CostWalk:
         sizes = [alive.get(value, 0.0) for value in reads]
         self.reduced |= {value for value, size in zip(reads, sizes) if size and sizes.count(size) > 1}
       return 0.0
-    written = [value for value in live.written[index] if value not in self.analyzed.padded]
+    written = [value for value in live.written[index] if value not in live.padded]
     results = [(self.values[value].dtype, alive[value]) for value in written]
     ends = [
       (self.values[value].dtype, alive.get(value))
