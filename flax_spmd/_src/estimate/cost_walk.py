@@ -317,6 +317,9 @@ class _CostWalk:
     self.present: list[float] = []  # memory during each operation of the present block
     self.live = analyzed.liveness(platform)  # of the present block
     self.fills_stacks = False  # whether it does, as a loop over layers
+    self.unreduced = (
+      0.0  # bytes of the last product in a loop over microbatches that its reduction frees
+    )
     self.partial_sums: dict[int, PartialSum] = {}
     self.totals: dict[int, PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
@@ -544,8 +547,13 @@ class _CostWalk:
     if op.kind in PRODUCTS:
       self.weight_gradients.add_product(self.combiner.dependences(op.operands))
     self._doubt_memory(op)
+    before, self.unreduced = self.unreduced, 0.0
     for value in op.results:
       self._add_result(value, required, times, op)
+    if (
+      op.kind in PRODUCTS
+    ):  # the gradient of an activation follows that of a weight, which is reduced meanwhile
+      self.gathered_bytes += before + self.unreduced
     if op.kind == 'dot_general':
       values = [value for value in op.operands if value not in self.analyzed.argument_derived]
       self.products |= dict.fromkeys(values, self._written_bytes(op, op.results[0]))
@@ -749,6 +757,9 @@ class _CostWalk:
         value,
         -1 if self.loop else self.weight_gradients.index,
       )
+      if self.loop and not self.fills_stacks and op.kind in PRODUCTS:
+        whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
+        self.unreduced = max(0.0, whole - self._bytes(value))
     elif natural != spec and len(natural) == len(spec):
       if op.kind == 'convolution':  # it is computed whole, and cut then
         whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
@@ -1063,7 +1074,7 @@ class _CostWalk:
     return self.analyzed.wire_values.get(value, self.values[value])
 
   def _written_bytes(self, op: Op, value: int) -> float:
-    """Bytes of a result; an unreduced product has its natural sharding, but in a loop over layers."""
+    """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
     if op.kind == 'transpose' and self._is_folded(op, value):
       return 0.0
     if value in self.kept.rows:
@@ -1072,7 +1083,7 @@ class _CostWalk:
         self.values[source].itemsize / self.values[value].itemsize if self.specs[value][dim] else 1
       )
       return self._bytes(value) * narrowed
-    if value not in self.partial_sums or op.kind not in PRODUCTS or self.fills_stacks:
+    if value not in self.partial_sums or op.kind not in PRODUCTS or self.loop:
       return self._bytes(value)
     natural = self.partial_sums[value].natural_sharding
     return shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize

@@ -21,7 +21,7 @@ PART_ITEMSIZE = 4  # bytes of an element of a part
 
 
 def parts(
-  batch: int, rows: int, columns: int, contracted: int, itemsizes: Sequence[int] = (4, 4, 4)
+  batch: int, rows: int, columns: int, contracted: int, itemsizes: Sequence[float] = (4, 4, 4)
 ) -> int:
   """The number of parts that a product on one device is computed in; 1 if it is not split.
 
