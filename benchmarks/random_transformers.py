@@ -1,8 +1,9 @@
 """Random transformers: whole steps as users write them, for `search.py --only transformers`.
 
-Model, loss, optimizer and layout are drawn: one to three blocks, scanned or not, with or without remat and dropout; five
-activation functions, two norms, six ways to write a cross-entropy, five optimizers, with and without constraints; data
-parallel, fully sharded by name or by size, tensor parallel, or both. Each is estimated, and compiled for eight H100s. An
+Model, loss, optimizer and layout are drawn: one to three blocks, scanned or not, with or without dropout, under four remat
+policies; grouped queries, five activation functions, two norms, nine ways to write a cross-entropy, of logits in 16 or 32
+bits, seven optimizers, microbatches, with and without constraints; data parallel, fully sharded by name or by size, tensor
+parallel, or both. Each is estimated, and compiled for eight H100s. An
 estimate that is not in doubt may deviate by 15 % of the bytes on the wire, 12 % of the peak and 1 % of the FLOPs.
 """
 
@@ -34,6 +35,13 @@ OPTIMIZERS = {
   'lion': optax.lion(1e-3),
   'adafactor': optax.adafactor(1e-3),
   'clipped adamw': optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+  'lamb': optax.lamb(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
+  'adam in 16 bits': optax.adam(1e-3, mu_dtype=jnp.bfloat16),
+}
+REMAT = {  # policies by name
+  'remat': None,
+  'remat of all but products': jax.checkpoint_policies.checkpoint_dots,
+  'remat of all but weights': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 NAMED = (('batch', 'data'), ('mlp', 'model'), ('heads', 'model'), ('vocab', 'model'))
 LAYOUTS = {
@@ -60,18 +68,25 @@ class Case(NamedTuple):
   activation: str
   optimizer: str
   dropout: float
-  remat: bool
+  remat: str
+  kv_heads: int
+  microbatches: int
   scan: bool
   tied: bool
   causal: bool
   constrained: bool
   cast: bool
+  logits_constrained: bool
+  loss_in_16_bits: bool
 
   def __str__(self) -> str:
-    flags = [name for name in self._fields[12:] if getattr(self, name)]
+    flags = [name.replace('_', ' ') for name in self._fields[15:] if getattr(self, name)]
     parts = [f'{self.layers} x {self.width}, x {self.wider}, {self.vocab} words, {self.length} long']
     parts += [self.dtype, self.loss, f'{self.norm} norm', self.activation, self.optimizer]
-    return ', '.join([*parts, *(['dropout'] if self.dropout else []), *flags])
+    parts += ['dropout'] * bool(self.dropout) + [self.remat] * bool(self.remat)
+    parts += [f'{self.kv_heads} key heads'] * (self.kv_heads < HEADS)
+    parts += [f'{self.microbatches} microbatches'] * (self.microbatches > 1)
+    return ', '.join([*parts, *flags])
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
@@ -89,6 +104,16 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
   'logsumexp and z': lambda logits, ids: (
     jax.nn.logsumexp(logits, -1) - _picked(logits, ids) + 1e-4 * jax.nn.logsumexp(logits, -1) ** 2
   ).mean(),
+  'logsumexp of the next': lambda logits, ids: (
+    jax.nn.logsumexp(logits[:, :-1], -1) - _picked(logits[:, :-1], ids[:, 1:])
+  ).mean(),
+  'one-hot sum': lambda logits, ids: (
+    -(jax.nn.one_hot(ids, logits.shape[-1]) * jax.nn.log_softmax(logits)).sum(-1).mean()
+  ),
+  'masked integer labels': lambda logits, ids: (
+    (optax.softmax_cross_entropy_with_integer_labels(logits, ids) * (ids > 0)).sum()
+    / jnp.maximum((ids > 0).sum(), 1)
+  ),
 }
 
 
@@ -118,12 +143,16 @@ def drawn(count: int, seed: int) -> list[Case]:
       rng.choice([*ACTIVATIONS, GATED]),
       rng.choice(list(OPTIMIZERS)),
       rng.choice([0.0, 0.0, 0.1]),
-      flag(1 / 3),
+      rng.choice(['', '', '', *REMAT]),
+      rng.choice([HEADS, HEADS, HEADS // 2]),
+      rng.choice([1, 1, 1, 4]),
       flag(),
       flag(),
       flag(),
       flag(2 / 3),
       flag(),
+      flag(1 / 3),
+      flag(1 / 5),
     )
     for _ in range(count)
   ]
@@ -141,7 +170,12 @@ class Block(nn.Module):
     )
     dropped = nn.Dropout(case.dropout, deterministic=not case.dropout)
     y, shape = norm(x), (HEADS, case.width // HEADS)
-    q, k, v = (dense(shape, 'embed', 'heads', 'kv', use_bias=False)(y) for _ in range(3))
+    q, k, v = (
+      dense((heads, shape[1]), 'embed', 'heads', 'kv', use_bias=False)(y)
+      for heads in (HEADS, case.kv_heads, case.kv_heads)
+    )
+    if case.kv_heads < HEADS:
+      k, v = (jnp.repeat(one, HEADS // case.kv_heads, axis=2) for one in (k, v))
     scores = jnp.einsum('bqhd,bkhd->bhqk', q, k) / shape[1] ** 0.5
     if case.causal:
       scores = jnp.where(jnp.tril(jnp.ones((case.length,) * 2, bool)), scores, -1e9)
@@ -168,7 +202,9 @@ class Model(nn.Module):
     case, dtype = self.case, jnp.dtype(self.case.dtype)
     embed = nn.Embed(case.vocab, case.width, dtype=dtype, embedding_init=_named('vocab', 'embed'))
     x = embed(ids)
-    block = nn.remat(Block, prevent_cse=not case.scan) if case.remat else Block
+    block = Block
+    if case.remat:
+      block = nn.remat(Block, prevent_cse=not case.scan, policy=REMAT[case.remat])
     if case.scan:
       x, _ = nn.scan(
         block,
@@ -205,17 +241,33 @@ def train_step(case: Case) -> TrainStep:
     )
 
   def step(state: train_state.TrainState, batch: dict[str, jax.Array]) -> Any:
-    def loss(params: Any) -> jax.Array:
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
       if case.cast:
         params = jax.tree.map(lambda x: x.astype(case.dtype), params)
       logits = state.apply_fn({'params': params}, batch['x'], rngs={'dropout': jax.random.key(2)})
-      return LOSSES[case.loss](logits.astype(jnp.float32), batch['y'])
+      if case.logits_constrained:
+        logits = nn.with_logical_constraint(logits, ('batch', None, 'vocab'))
+      logits = logits if case.loss_in_16_bits else logits.astype(jnp.float32)
+      return LOSSES[case.loss](logits, batch['y']).astype(jnp.float32)
 
-    value, gradients = jax.value_and_grad(loss)(state.params)
+    value, gradients = _accumulated(jax.value_and_grad(loss), state.params, batch, case.microbatches)
     return state.apply_gradients(grads=gradients), value
 
   ids = jax.ShapeDtypeStruct((BATCH, case.length), jnp.int32)
   return TrainStep(step, create, {'x': ids, 'y': ids})
+
+
+def _accumulated(gradient: Callable[..., Any], params: Any, batch: Any, count: int) -> Any:
+  """The means of values and gradients over some microbatches, each of them of rows of all devices."""
+  if count == 1:
+    return gradient(params, batch)
+  parts = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+  def add(total: Any, part: Any) -> tuple[Any, None]:
+    return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+  zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+  return jax.tree.map(lambda x: x / count, jax.lax.scan(add, zeros, parts)[0])
 
 
 class CasePair(NamedTuple):

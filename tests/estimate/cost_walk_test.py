@@ -519,15 +519,35 @@ def test_a_sum_over_devices_may_be_written_beside_its_operand(rows, rules):
   assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)
 
 
+def chosen(logits, ids):
+  return jnp.take_along_axis(logits, ids[..., None], -1)[..., 0]
+
+
+# ways to write a loss of the next token
+NEXT = {
+  'one slice': lambda logits, ids: -chosen(jax.nn.log_softmax(logits[:, :-1]), ids),
+  'two slices': lambda logits, ids: jax.nn.logsumexp(logits[:, :-1], -1) - chosen(logits[:, :-1], ids),
+  'one-hot': lambda logits, ids: (
+    jax.nn.logsumexp(logits[:, :-1], -1)
+    - jnp.sum(logits[:, :-1] * jax.nn.one_hot(ids, logits.shape[-1]), -1)
+  ),
+}
+
+
 @pytest.mark.usefixtures('gpu_compiler')
+@pytest.mark.parametrize('form', NEXT)
+@pytest.mark.parametrize('is_constrained', [False, True])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_gradient_of_logits_without_the_last_position_is_written_beside_them(dtype):
+def test_the_gradient_of_logits_without_the_last_position_is_written_beside_them(
+  dtype, is_constrained, form
+):
   """A loss of the next token; the memory is that of the compiled program."""
 
   def loss(state, batch):
-    logits = (batch['x'].astype(dtype) @ state['w'].astype(dtype)).astype(jnp.float32)
-    chances = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.mean(jnp.take_along_axis(chances, batch['ids'][:, 1:, None], -1))
+    logits = jnp.tanh(batch['x'].astype(dtype)) @ state['w'].astype(dtype)
+    if is_constrained:
+      logits = spmd.with_logical_constraint(logits, ('batch', None, 'vocab'))
+    return jnp.mean(NEXT[form](logits.astype(jnp.float32), batch['ids'][:, 1:]))
 
   def step(state, batch):
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state, batch)), 0.0

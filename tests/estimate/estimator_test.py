@@ -356,7 +356,10 @@ def test_a_reduced_gradient_runs_last_in_its_loop_and_keeps_its_operands():
   one_shard = jax.ShapeDtypeStruct((BATCH // 8, EMBED), jnp.float32)  # the same size on each device
   reduced = Estimator(TrainStep(descend, make, X)).estimate(DATA, TARGET).memory.temporaries
   alone = Estimator(TrainStep(descend, make, one_shard)).estimate(TENSOR, TARGET).memory.temporaries
-  assert reduced - alone == 4 * (BATCH // 8) * (8 * EMBED + EMBED)  # operands of the two products
+  operands = 4 * (BATCH // 8) * (8 * EMBED + EMBED)  # of the two products
+  assert (
+    reduced - alone == operands + 4 * 8 * EMBED * EMBED
+  )  # and the sum of a gradient (236 KiB compiled)
 
 
 LOOKUPS = {

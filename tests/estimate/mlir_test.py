@@ -116,6 +116,35 @@ def test_a_scatter_that_is_added_is_one_onto_the_sum(start, added, is_shared, on
   assert onto in made and ('add' in made) == (onto == 'add')
 
 
+@pytest.mark.parametrize('is_first', [True, False])
+@pytest.mark.parametrize('is_shared', [True, False])
+def test_a_constraint_between_a_scatter_and_a_sum_is_one_of_the_result(is_first, is_shared):
+  """That of the batch, as where it is between logits and a lookup of labels; not if anything else reads it."""
+  rows = jax.sharding.NamedSharding(spmd.abstract_mesh({'batch': 8}), jax.P('batch'))
+
+  def function(x, updates):
+    scattered = jnp.zeros((8, 4)).at[jnp.arange(2)].add(updates)
+    scattered = jax.lax.with_sharding_constraint(scattered, rows)
+    total = scattered + jnp.sin(x) if is_first else jnp.sin(x) + scattered
+    return (total, scattered) if is_shared else total
+
+  lowered = jax.jit(function).lower(jnp.ones((8, 4)), jnp.ones((2, 4)))
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+    inline_all(module)
+    drop_copies(module.operation)
+    scatter_into_sums(module.operation)
+    erase_dead(module.operation)
+    assert module.operation.verify()
+    makers = dict(re.findall(r'(%\w+) = "?([\w.]+)', str(module)))
+    [scattered_onto] = re.findall(r'scatter"\((%\w+),', str(module))
+    [constrained] = re.findall(r'sdy.sharding_constraint (%\w+)', str(module))
+    returned = re.findall(r'  return (.*) :', str(module))[0].split(', ')
+  assert makers[constrained] == 'stablehlo.scatter'
+  assert (makers[scattered_onto] == 'stablehlo.sine') != is_shared
+  assert makers[returned[0]] == ('stablehlo.add' if is_shared else 'sdy.sharding_constraint')
+
+
 @pytest.mark.parametrize(
   ('shapes', 'numbers', 'permutation', 'left'),
   [

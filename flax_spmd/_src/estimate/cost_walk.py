@@ -118,7 +118,6 @@ class AnalyzedGraph:
     uses: number of uses per value.
     users: operations on each value.
     transposed: operands of transposes, by their results.
-    padded: results of pads, and of conversions of them.
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
     filters: arguments of the shapes of convolutions' filters, by shape.
@@ -144,7 +143,6 @@ class AnalyzedGraph:
     self.uses: dict[int, int] = {}
     self.users: dict[int, list[Op]] = {}
     self.transposed: dict[int, int] = {}
-    self.padded: set[int] = set()
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
     self._number(graph.main, {})
@@ -164,8 +162,6 @@ class AnalyzedGraph:
         self.users.setdefault(value, []).append(op)
       if op.kind == 'transpose':
         self.transposed[op.results[0]] = op.operands[0]
-      if op.kind == 'pad' or (op.kind == 'convert' and op.operands[0] in self.padded):
-        self.padded.add(op.results[0])
       if op.attributes.get('value') is not None:
         self.constants[op.results[0]] = op.attributes['value']
       if op.kind in PRODUCTS:
@@ -244,7 +240,7 @@ class AnalyzedGraph:
     """
     walk = _CostWalk(self, list(specs), sizes, platform, partitions)
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
-    kept = walk.copies.added(walk.present)
+    kept = walk.kept_copies()
     if platform == 'tpu':  # its compiler may gather them again
       walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
       kept = 0.0
@@ -318,7 +314,12 @@ class _CostWalk:
     self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...], bool]] = set()
     self.settled_sums: set[int] = set()  # partial sums whose reduction a partitioner has confirmed
     self.copies = GatheredCopies()
-    self.present: list[float] = []  # memory during each operation of the main block
+    self.present: list[float] = []  # memory during each operation of the present block
+    self.live = analyzed.liveness(platform)  # of the present block
+    self.fills_stacks = False  # whether it does, as a loop over layers
+    self.unreduced = (
+      0.0  # bytes of the last product in a loop over microbatches that its reduction frees
+    )
     self.partial_sums: dict[int, PartialSum] = {}
     self.totals: dict[int, PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
@@ -337,14 +338,30 @@ class _CostWalk:
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
     self.sums: set[int] = set()  # sums that have been reduced over devices
 
+  def kept_copies(self) -> float:
+    """The bytes that gathered arrays, which several operations of the present block use, add to its peak."""
+    return self.copies.added(self.present)
+
+  def _inner_block(
+    self, block: Block, live: BlockLiveness, times: int, results: Sequence[Spec | None]
+  ) -> float:
+    """Walks a block of an operation, and returns its peak memory, with the arrays that it keeps gathered."""
+    outside = self.copies, self.present, self.live, self.needed_until, self.fills_stacks
+    self.copies, self.present = GatheredCopies(), []
+    peak = self.block(block, live, times, results)
+    peak += 0.0 if self.platform == 'tpu' else self.kept_copies()
+    self.copies, self.present, self.live, self.needed_until, self.fills_stacks = outside
+    return peak
+
   def block(
     self, block: Block, live: BlockLiveness, times: int, results: Sequence[Spec | None]
   ) -> float:
-    """Walks a block, and returns its peak memory besides its arguments."""
+    """Walks a block, and returns its peak memory besides its arguments, and without the arrays that it keeps gathered."""
+    self.live = live
     alive: dict[int, float] = {}
     now = peak = 0.0
     held: set[int] = set()  # by operations that run last
-    fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
+    self.fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
     is_main = block is self.analyzed.graph.main
     for index, op in enumerate(block.ops):
       self.gathered_bytes = self.padded = 0.0
@@ -370,15 +387,15 @@ class _CostWalk:
       reused = self._reused(op, live, index, alive)
       present = now - reused + inner_peak + self.gathered_bytes
       peak = max(peak, present)
+      self.present.append(present)
       if is_main:
-        self.present.append(present)
         self._add_again(op, sum(alive[value] for value in written))
         added = self._image_sums(op, reads) if op.kind == 'reduce' else 0.0
         self._add_step(present + added, live, index, alive)
         if self.padded:
           reason = 'a padded operand of a product that is split along its sum'
           self.spikes.append((op.source, reason, present + self.padded))
-      if fills_stacks and self._runs_last(op):
+      if self.fills_stacks and self._runs_last(op):
         held.update(reads)
       for value in ending:
         if value not in held:
@@ -418,7 +435,8 @@ class _CostWalk:
     """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does.
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
-    The result of an asynchronous collective is not written to, and a padded array takes no operand's place.
+    The result of an asynchronous collective is not written to, and what is computed from a padded array takes no
+    operand's place: it is larger.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':
@@ -426,7 +444,7 @@ class _CostWalk:
         sizes = [alive.get(value, 0.0) for value in reads]
         self.reduced |= {value for value, size in zip(reads, sizes) if size and sizes.count(size) > 1}
       return 0.0
-    written = [value for value in live.written[index] if value not in self.analyzed.padded]
+    written = [value for value in live.written[index] if value not in live.padded]
     results = [(self.values[value].dtype, alive[value]) for value in written]
     ends = [
       (self.values[value].dtype, alive.get(value))
@@ -529,8 +547,13 @@ class _CostWalk:
     if op.kind in PRODUCTS:
       self.weight_gradients.add_product(self.combiner.dependences(op.operands))
     self._doubt_memory(op)
+    before, self.unreduced = self.unreduced, 0.0
     for value in op.results:
       self._add_result(value, required, times, op)
+    if (
+      op.kind in PRODUCTS
+    ):  # the gradient of an activation follows that of a weight, which is reduced meanwhile
+      self.gathered_bytes += before + self.unreduced
     if op.kind == 'dot_general':
       values = [value for value in op.operands if value not in self.analyzed.argument_derived]
       self.products |= dict.fromkeys(values, self._written_bytes(op, op.results[0]))
@@ -734,6 +757,9 @@ class _CostWalk:
         value,
         -1 if self.loop else self.weight_gradients.index,
       )
+      if self.loop and not self.fills_stacks and op.kind in PRODUCTS:
+        whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
+        self.unreduced = max(0.0, whole - self._bytes(value))
     elif natural != spec and len(natural) == len(spec):
       if op.kind == 'convolution':  # it is computed whole, and cut then
         whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
@@ -913,7 +939,7 @@ class _CostWalk:
     self.times_outside.append(times)
     iterations = times * self.analyzed.trip_count(op)
     carried = [self.specs[result] for result in op.results]
-    peak = self.block(op.blocks[1], inner[1], iterations, carried)
+    peak = self._inner_block(op.blocks[1], inner[1], iterations, carried)
     peak += self.gathered_before
     self.times_outside.pop()
     self.resharded, self.loop, self.gathered_before = outside
@@ -933,7 +959,7 @@ class _CostWalk:
     branches: list[tuple[float, float, CollectiveCombiner, float]] = []
     for block, live in zip(op.blocks, inner):
       self.flops, self.hbm, self.combiner = 0.0, 0.0, CollectiveCombiner(self.sizes)
-      peak = self.block(block, live, times, results)
+      peak = self._inner_block(block, live, times, results)
       branches.append((self.flops, self.hbm, self.combiner, peak))
     flops, hbm, combiner, _ = max(branches, key=lambda branch: branch[:2])
     self.flops, self.hbm, self.combiner = before[0] + flops, before[1] + hbm, before[2]
@@ -973,15 +999,14 @@ class _CostWalk:
     if (value, required, is_grouped) not in self.resharded:
       self.resharded.add((value, required, is_grouped))
       self._reshard(value, self.specs[value], required, times, source)
-    if not self.loop:
-      size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
-      for index in (len(self.present), self.needed_until) if size > self._bytes(value) else ():
-        self.copies.add(value, required, index, size)
+    size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
+    for index in (len(self.present), self.needed_until) if size > self._bytes(value) else ():
+      self.copies.add(value, required, index, size)
 
   def _keep_gathered(self, value: int, before: Spec) -> None:
     """Keeps a gathered array, which is not stored otherwise, for all operations that are computed from it."""
-    last = self.analyzed.liveness(self.platform).fused.get(value)
-    if last is not None and not self.loop:
+    last = self.live.fused.get(value)
+    if last is not None:
       shard = shard_size(self.values[value].shape, before, self.sizes) * self.values[value].itemsize
       for index in (len(self.present), last):  # its shard is not needed any more
         self.copies.add(value, self.specs[value], index, self._bytes(value) - shard)
@@ -1004,7 +1029,8 @@ class _CostWalk:
   def _hide(self, value: int, ops: Sequence[CollectiveOp]) -> None:
     """Notes the collectives of an array that a loop has computed, which a product before the loop can hide."""
     (products, after), index = self.analyzed.across_loops, len(self.present)
-    if self.loop or value not in after or all(op.kind not in _HIDDEN for op in ops):
+    is_inside = self.live is not self.analyzed.liveness(self.platform)
+    if is_inside or value not in after or all(op.kind not in _HIDDEN for op in ops):
       return
     for product, reader in products.items():
       is_between = product < after[value] and index <= reader

@@ -1,8 +1,9 @@
 """Gathered copies: arrays that are gathered once and used by several operations, as weights are by both passes.
 
-XLA for GPUs and CPUs gathers an array once for all operations outside of loops that need it, and keeps the copy from the first to
-the last of them. Values that are not stored are computed again from the copy, so it is needed as long as they are. Compiled steps
-with FSDP show it: an embedding of 125 MiB is in the peak of an LSTM to the byte.
+XLA for GPUs and CPUs gathers an array once for all operations of a block that need it, and keeps the copy from the first to
+the last of them: in a step, and in an iteration of a loop, as over microbatches. Values that are not stored are computed again
+from the copy, so it is needed as long as they are. Compiled steps with FSDP show it: an embedding of 125 MiB is in the peak of an
+LSTM to the byte.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from flax_spmd._src.estimate.graph import Spec
 
 
 class GatheredCopies:
-  """The copies of one estimate, with the operations that use them."""
+  """The copies of one block, with the operations that use them."""
 
   def __init__(self) -> None:
     self._uses: dict[tuple[int, Spec], tuple[int, int, float]] = {}

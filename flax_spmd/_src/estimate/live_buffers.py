@@ -9,6 +9,8 @@ All of this follows from the program, whatever its layout, so it is computed onc
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -82,6 +84,7 @@ class BlockLiveness(NamedTuple):
     fused: for each value that is not stored, the index of the last operation that reads it, directly or as a part of
       other values that are not stored.
     needed: per operation, the index of the last operation that needs what it reads: its own, unless it is fused.
+    padded: results of pads, and of operations that are fused with a pad of one of their operands.
     inner: per operation, the liveness of its blocks.
   """
 
@@ -92,6 +95,7 @@ class BlockLiveness(NamedTuple):
   returned: tuple[int, ...]
   fused: Mapping[int, int]
   needed: tuple[int, ...]
+  padded: frozenset[int]
   inner: tuple[tuple[BlockLiveness, ...], ...]
 
 
@@ -203,8 +207,21 @@ def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
     returned,
     fused,
     tuple(needed),
+    _padded(block.ops, scan.stored),
     inner,
   )
+
+
+def _padded(ops: Sequence[Op], stored: set[int]) -> frozenset[int]:
+  """The results of pads, and of operations that are fused with one."""
+  result: set[int] = set()
+  for op in ops:
+    is_fused = op.kind not in WRITES and not op.blocks
+    if op.kind == 'pad' or (
+      is_fused and any(one in result and one not in stored for one in op.operands)
+    ):
+      result.update(op.results)
+  return frozenset(result)
 
 
 def _last_uses(block: Block, stored: set[int]) -> dict[int, int]:
@@ -248,15 +265,23 @@ def _later_products(ops: Sequence[Op], weights: frozenset[int]) -> dict[int, int
   """By the index of a product, that of the next one with a common operand, which is no weight.
 
   In a backward pass, these are the gradients of a weight and of an activation. JAX computes the weight's first; XLA
-  has the activation's first, since more depends on it, so what the weight's reads is still in memory.
+  has the activation's first, since more depends on it, so what the weight's reads is still in memory. A product that is
+  computed from the result of another one is not exchanged with it.
   """
   result: dict[int, int] = {}
   last: dict[int, int] = {}  # by operand
+  before: dict[int, int] = {}  # by value, the products that it is computed from, one bit each
   for index, op in enumerate(ops):
+    sources = functools.reduce(
+      operator.or_, [before.get(one, 0) for one in (*op.operands, *_captured(op))], 0
+    )
     if op.kind in PRODUCTS:
       values = [value for value in op.operands if value not in weights]
-      result |= {last[value]: index for value in values if value in last}
+      earlier = [last[value] for value in values if value in last]
+      result |= {one: index for one in earlier if not sources >> one & 1}
       last |= dict.fromkeys(values, index)
+      sources |= 1 << index
+    before |= dict.fromkeys(op.results, sources)
   return result
 
 

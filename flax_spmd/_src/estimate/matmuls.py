@@ -33,13 +33,12 @@ from flax_spmd._src.estimate.graph import (
 )
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
-from flax_spmd._src.estimate.split_products import parts
+from flax_spmd._src.estimate.split_products import PART_ITEMSIZE, parts
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
 _MOVED = 'an operand of a product whose shards can move to unused mesh axes'
 _VECTOR = 16  # bytes of which the rows of the parts of a product are a multiple
-_TOTAL = 4  # bytes of an element of a part
 
 
 class Factor(NamedTuple):
@@ -82,13 +81,13 @@ def _split(
   batch = math.prod(left[factor.left or 0] for factor in factors if None not in factor[:3])
   summed = math.prod(left[factor.left or 0] for factor in factors if factor.result is None)
   rows, columns = (math.prod(one) // max(1, batch * summed) for one in (left, right))
-  number = parts(batch, rows, columns, summed)
+  sizes = [value.itemsize for value in (*context.values[:2], context.result)]
+  number = parts(batch, rows, columns, summed, sizes)
   if number == 1:
     return 0.0, ()
-  sizes = [value.itemsize for value in context.values[:2]]
-  is_padded = summed % (number * _VECTOR // max(sizes)) != 0
+  is_padded = summed % (number * _VECTOR // min(sizes[:2])) != 0
   padded = (batch * rows * summed * sizes[0], batch * columns * summed * sizes[1])
-  return number * batch * rows * columns * _TOTAL, padded if is_padded else ()
+  return number * batch * rows * columns * PART_ITEMSIZE, padded if is_padded else ()
 
 
 def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = False) -> Requirement:

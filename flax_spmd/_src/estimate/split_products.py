@@ -6,30 +6,44 @@ The parts are stored in float32, and added afterwards.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-_PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Fitted to 117 products that were compiled for H100s by the compilers of jax 0.10.2 and 0.12, which agree: 99 have exactly
-# these parts, and no other has more than twice or less than half of them.
-_TILE = 64, 128  # rows and columns
-_TILES = (
-  (2**15, 396),
-  (math.inf, 528),
-)  # contracted elements up to which all parts have at most so many tiles
-_SUM, _ELEMENT = 45.0, 3.2e-4  # costs of the sum, and of each of its elements, in contracted elements
+_PARTS = tuple(2**power for power in range(12))
+# XLA's model of costs for an H100, from its `splitk_rewriter.cc`. All of 105 products that were compiled by jax 0.12
+# have these parts.
+_CORES = 132
+_TILE = 128  # rows, and columns
+_FLOP = 100.0  # costs
+_BYTE = 0.194136  # that a product reads or writes
+_SUMMED_BYTE = 193.1384
+_SUM = 4.36e7
+PART_ITEMSIZE = 4  # bytes of an element of a part
 
 
-def parts(batch: int, rows: int, columns: int, contracted: int) -> int:
+def parts(
+  batch: int, rows: int, columns: int, contracted: int, itemsizes: Sequence[float] = (4, 4, 4)
+) -> int:
   """The number of parts that a product on one device is computed in; 1 if it is not split.
 
   Args:
     batch, rows, columns, contracted: elements of these dimensions.
+    itemsizes: bytes of an element of the two operands and of the result.
 
   Example:
     >>> parts(1, 256, 256, 8192), parts(1, 1024, 4096, 8192)
     (16, 1)
   """
-  tiles = batch * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
-  most = next(most for longest, most in _TILES if contracted <= longest)
-  possible = [number for number in _PARTS if number == 1 or number * tiles <= most]
-  sums = {number: _SUM + _ELEMENT * number * batch * rows * columns for number in possible[1:]}
-  return min(possible, key=lambda number: contracted / number + sums.get(number, 0.0))
+  left, right, result = itemsizes
+  size = batch * rows * columns
+  tile = min(rows, _TILE) * min(columns, _TILE)
+  tiles = batch * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+  at_once = _CORES * _TILE**2 / tile
+  read = batch * contracted * (rows * left + columns * right)
+
+  def cost(number: int) -> float:
+    flops = 2 * tile * math.ceil(contracted / number) * max(1.0, number * tiles / at_once)
+    written = size * (number * PART_ITEMSIZE if number > 1 else result)
+    product = max(_FLOP * flops, _BYTE * (read + written))
+    return product + (_SUM + _SUMMED_BYTE * (written + size * result) if number > 1 else 0.0)
+
+  return min(_PARTS, key=cost)
