@@ -317,9 +317,7 @@ class _CostWalk:
     self.present: list[float] = []  # memory during each operation of the present block
     self.live = analyzed.liveness(platform)  # of the present block
     self.fills_stacks = False  # whether it does, as a loop over layers
-    self.unreduced = (
-      0.0  # bytes of the last product in a loop over microbatches that its reduction frees
-    )
+    self.unreduced = 0.0  # bytes of the last product in a loop that its reduction frees
     self.partial_sums: dict[int, PartialSum] = {}
     self.totals: dict[int, PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
@@ -550,9 +548,7 @@ class _CostWalk:
     before, self.unreduced = self.unreduced, 0.0
     for value in op.results:
       self._add_result(value, required, times, op)
-    if (
-      op.kind in PRODUCTS
-    ):  # the gradient of an activation follows that of a weight, which is reduced meanwhile
+    if op.kind in PRODUCTS:  # an activation's gradient follows a weight's, which is reduced meanwhile
       self.gathered_bytes += before + self.unreduced
     if op.kind == 'dot_general':
       values = [value for value in op.operands if value not in self.analyzed.argument_derived]
