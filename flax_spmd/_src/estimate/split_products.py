@@ -31,7 +31,7 @@ def parts(
 
   Example:
     >>> parts(1, 256, 256, 8192), parts(1, 1024, 4096, 8192)
-    (16, 1)
+    (32, 1)
   """
   left, right, result = itemsizes
   size = batch * rows * columns
