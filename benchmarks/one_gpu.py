@@ -2,7 +2,7 @@
 
     python benchmarks/one_gpu.py measure STEPS.json               # on a machine with a GPU; each step in a process
     python benchmarks/one_gpu.py compare STEPS.json h100:1        # anywhere: beside estimates for this target
-    python benchmarks/one_gpu.py measure STEPS.json gqa decoder:8 # some steps
+    python benchmarks/one_gpu.py measure STEPS.json gqa t5        # some steps
 
 The steps are those of `strangers/`, and of Llama-like decoders of 1.2 billion parameters that differ in batch, length and
 remat, of which one calibrates the time of the others.
@@ -12,6 +12,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import published_model
 import strangers
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.costs import expected
 from flax_spmd.explore import Estimator, TrainStep, calibrate, parse_target
 
 RULES = (('batch', 'data'),)
@@ -116,14 +118,11 @@ def _random(batch: Any) -> Any:
 
 
 def _peak() -> int:
-  statistics_of = jax.devices()[0].memory_stats() or {}
-  return statistics_of.get('peak_bytes_in_use', 0)
+  return (jax.devices()[0].memory_stats() or {}).get('peak_bytes_in_use', 0)
 
 
 def _kernels(run: Any) -> dict[str, list[float]]:
   """The kernels of one step with the most time: runs and microseconds; empty where they cannot be profiled."""
-  import tempfile
-
   try:
     with tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder):
@@ -196,21 +195,15 @@ def compare(file: Path, target: str) -> None:
       f' allocated {100 * (outcome.memory.peak / report["peak"] - 1):+5.1f} % {"in doubt" if outcome.doubts else ""}',
       flush=True,
     )
-  measured = [(outcomes[name], found[name]['seconds']) for name in DECODERS if name in outcomes]
-  for index, (_, seconds) in enumerate(measured):
-    calibrated = calibrate([measured[index]], target).chip
+  decoders = {name: (outcomes[name], found[name]['seconds']) for name in DECODERS if name in outcomes}
+  for one, measured in decoders.items():
+    chip = calibrate([measured], target).chip
     errors = [
-      f'{100 * (_expected(outcome, calibrated) / other - 1):+.1f} %'
-      for outcome, other in measured
-      if other != seconds
+      f'{100 * (expected(outcome.cost, chip) / seconds - 1):+.1f} %'
+      for other, (outcome, seconds) in decoders.items()
+      if other != one
     ]
-    print(f'calibrated by {list(DECODERS)[index]}: {", ".join(errors)}')
-
-
-def _expected(outcome: Any, chip: Any) -> float:
-  from flax_spmd._src.compare.costs import expected
-
-  return expected(outcome.cost, chip)
+    print(f'calibrated by {one}: {", ".join(errors)}')
 
 
 if __name__ == '__main__':

@@ -132,9 +132,7 @@ def host_memory(folder: Path) -> None:
   """The optimizer's state in the host's memory: the same losses."""
   made = training()
   plain, _ = losses(layout_of(), made)
-  offloaded = layout_of(
-    (('^opt_state/', spmd.host(spmd.fsdp('data', min_size=1024))), ('batch', 'data'))
-  )
+  offloaded = layout_of(('^opt_state/', spmd.host(spmd.fsdp('data', min_size=1024))))
   hosted, state = losses(offloaded, made)
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1024}
   assert kinds == {'pinned_host'}, kinds
