@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+import flax_spmd as spmd
 from flax_spmd import explore
 from flax_spmd._src.compare import costs
 
@@ -30,6 +32,7 @@ def scripts():
     'strangers',
     'strange_steps',
     'published_steps',
+    'one_gpu',
   )
   sys.path.insert(0, str(FOLDER))
   yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -182,3 +185,15 @@ def test_a_report_is_recorded_as_json_and_shown(scripts, capsys):
   assert record['details'] == {'none': None} and record['benchmark'] == 'save'
   assert '| save | s    | <= 2   | 1.2 (1 to 1.4)' in scripts.render.table([record])
   assert str(table) == 'Two\n\n| a\\|b | c   |\n| ---- | --- |\n| 1    | 2 3 |'
+
+
+@pytest.mark.parametrize('name', ['gqa', 't5', 'lstm', 'decoder-8x4096'])
+def test_steps_of_a_gpu_are_as_estimated(scripts, name):
+  """The time that was measured lies in the bracket, and the memory is the compiler's."""
+  measured = json.loads((FOLDER / 'one_gpu.json').read_text())[name]
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 1}), scripts.one_gpu.RULES)
+  with jax.numpy_rank_promotion('allow'):
+    outcome = explore.Estimator(scripts.one_gpu.train_step(name)).estimate(layout, 'h100:1')
+  assert outcome.cost.low <= measured['seconds'] <= outcome.cost.high
+  peak = measured['arguments'] + measured['temporaries'] + measured['results']
+  assert outcome.memory.peak == pytest.approx(peak, rel=0.03)

@@ -231,6 +231,10 @@ def test_the_bracket():
     low * 10, rel=1e-2
   )  # longer than any that is published: all may overlap,
   assert slow.high == pytest.approx(high * 11.4, rel=1e-2)  # or nothing
+  waits = cost(counts._replace(hbm_bytes=3.35e12 * 2.5, collectives=()), parsed, {'data': 8})
+  assert waits.bound == 'memory' and waits.memory == pytest.approx(2.0)
+  assert waits.low == pytest.approx(low * (1 + 2**1.5) ** (1 / 1.5), rel=1e-3)
+  assert waits.high == pytest.approx(high * (1 + 3.8**1.3) ** (1 / 1.3), rel=1e-3)
   paced = parsed._replace(chip=parsed.chip._replace(pace=2.0, spread=(0.9, 1.1)))
   assert cost(counts, paced, {'data': 8}).low == pytest.approx(2 * 0.9 / low * bracket.low)
 
