@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 import flax_spmd as spmd
 from flax_spmd._src.compare import compilation
 from tests.processes import run_module
-from tests.versions import is_for_another_jax
+from tests.versions import is_for_another_jax, needs_gpu_compiler
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 for profile, examples in (('default', 100), ('exhaustive', 400)):
@@ -72,8 +72,7 @@ def forked_compilers():
 @pytest.fixture
 def gpu_compiler():
   """Skips the test where XLA's compiler for GPUs is not installed."""
-  if not compilation.has_wheel('cuda'):
-    pytest.skip('no compiler for GPUs')
+  needs_gpu_compiler()
 
 
 @pytest.fixture(autouse=True)

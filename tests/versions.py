@@ -10,6 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from flax_spmd._src.compare.compilation import has_wheel
+
 _NEW = jax.__version_info__ >= (0, 11)
 
 _DEALT_FOLDERS = {
@@ -66,3 +68,9 @@ def is_for_another_jax(test: pytest.Item) -> bool:
   is_slow = bool(test.get_closest_marker('slow'))
   dealt = is_slow or path.parts[0] in _DEALT_FOLDERS or path.as_posix() in _DEALT_FILES
   return dealt and not marked and zlib.crc32(test.nodeid.encode()) % 2 != _NEW
+
+
+def needs_gpu_compiler() -> None:
+  """Skips the test where XLA's compiler for GPUs is not installed."""
+  if not has_wheel('cuda'):
+    pytest.skip('no compiler for GPUs')

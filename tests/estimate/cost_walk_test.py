@@ -7,6 +7,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd._src.estimate.estimator import TPU_DOUBT
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.versions import needs_gpu_compiler
 
 ROWS, WIDTH, BATCH = 512, 256, 64
 TABLE = 4 * ROWS * WIDTH * 7 / 8  # bytes of a reduce-scatter of the table in float32
@@ -27,9 +28,9 @@ GRID = spmd.Layout(
 )
 
 
-@pytest.mark.usefixtures('gpu_compiler')
 def compiled(train, layout):
   """The work of the compiled program."""
+  needs_gpu_compiler()
   return compare(train, [layout], 'h100:8')['layout 0'].counts
 
 

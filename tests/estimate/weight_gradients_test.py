@@ -11,6 +11,7 @@ import flax_spmd as spmd
 from flax_spmd._src.estimate.weight_gradients import WeightGradients
 from flax_spmd._src.text import parse_size
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.versions import needs_gpu_compiler
 
 WIDTH, LAYERS = 512, 4
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
@@ -124,9 +125,9 @@ def test_a_backward_pass_with_collectives_delays_nothing():
   assert schedule(*sums, needed=1 << 2) == 2
 
 
-@pytest.mark.usefixtures('gpu_compiler')
 def memory(train, layout):
   """The memory of temporaries, estimated and compiled."""
+  needs_gpu_compiler()
   estimated = Estimator(train).estimate(layout, parse_target('h100:8'))
   return estimated.memory.temporaries, compare(train, [layout], 'h100:8')['layout 0'].memory.temporaries
 
