@@ -4,8 +4,8 @@
     python benchmarks/one_gpu.py compare STEPS.json h100:1        # anywhere: beside estimates for this target
     python benchmarks/one_gpu.py measure STEPS.json gqa t5        # some steps
 
-The steps are those of `strangers/`, and of Llama-like decoders of 1.2 billion parameters that differ in batch, length and
-remat, of which one calibrates the time of the others.
+The steps are those of `strangers/`, and of the Llama-like decoders in `published.toml` that were measured here, of which each
+calibrates the time of the others.
 """
 
 import json
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import published_model
+import published_steps
 import strangers
 
 import flax_spmd as spmd
@@ -30,21 +32,11 @@ from flax_spmd.explore import Estimator, TrainStep, calibrate, parse_target
 RULES = (('batch', 'data'),)
 STEPS, WARM = 5, 2
 SECONDS = 150  # limit for one step's process
-_LLAMA = {
-  'layers': 16,
-  'embed': 2048,
-  'heads': 16,
-  'kv_heads': 8,
-  'head': 128,
-  'mlp': 8192,
-  'gated': True,
-  'vocab': 32000,
-}
-DECODERS = {  # sequences, tokens of each, values that are kept
-  'decoder-4x2048': (4, 2048, ()),
-  'decoder-16x2048': (16, 2048, ()),
-  'decoder-8x4096': (8, 4096, ('context', 'out')),
-  'decoder-4x2048-all': (4, 2048, None),
+_PUBLISHED = tomllib.loads(published_steps.FILE.read_text())
+DECODERS = {  # those steps of the file that were measured here
+  f'decoder-{one["batch"]}x{one["length"]}{"-all" if one["keep"] == "all" else ""}': one
+  for one in _PUBLISHED['steps']
+  if one['source'] == 'here'
 }
 TOKENS = 30000  # words of a batch; every vocabulary has more
 BOUNDS = {'segments': 2, 'attention_mask': 2, 'positions': 256, 'label': 1000, 'labels': 1000}
@@ -55,8 +47,9 @@ def train_step(name: str) -> TrainStep:
   """The step of a name, for one device."""
   if name not in DECODERS:
     return strangers.train_step(name)
-  sequences, length, keep = DECODERS[name]
-  return published_model.train_step(published_model.Decoder(**_LLAMA, keep=keep), sequences, length)
+  entry = DECODERS[name]
+  model = published_steps.decoder(entry, _PUBLISHED)
+  return published_model.train_step(model, entry['batch'], entry['length'])
 
 
 # -- on the machine with the GPU
@@ -122,7 +115,7 @@ def _peak() -> int:
 
 
 def _kernels(run: Any) -> dict[str, list[float]]:
-  """The kernels of one step with the most time: runs and microseconds; empty where they cannot be profiled."""
+  """The kernels of one step with the most time: runs and microseconds; the error instead where they cannot be profiled."""
   try:
     with tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder):

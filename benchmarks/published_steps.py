@@ -63,15 +63,19 @@ def published() -> list[Step]:
   return [_estimated(entry, content) for entry in content['steps']]
 
 
+def decoder(entry: dict[str, Any], content: dict[str, Any]) -> published_model.Decoder:
+  """The model of a step of the file."""
+  return published_model.Decoder(
+    **content['models'][entry['model']],
+    keep=None if entry['keep'] == 'all' else tuple(entry['keep']),
+    kernel='kernel' not in entry.get('note', ''),
+    skips=parse_target(entry['target']).chip.platform == 'cuda',  # the fit for TPUs is better without
+  )
+
+
 def _estimated(entry: dict[str, Any], content: dict[str, Any]) -> Step:
   target, tokens = parse_target(entry['target']), entry['batch'] * entry['length']
-  keep = None if entry['keep'] == 'all' else tuple(entry['keep'])
-  model = published_model.Decoder(
-    **content['models'][entry['model']],
-    keep=keep,
-    kernel='kernel' not in entry.get('note', ''),
-    skips=target.chip.platform == 'cuda',  # on TPUs, kernels gain little by it
-  )
+  model = decoder(entry, content)
   train_step = published_model.train_step(model, entry['batch'] * target.devices, entry['length'])
   # cuDNN's attention has the products of every attention kernel; no kernel of a TPU can be partitioned here
   estimator = Estimator(train_step, platform='cuda')

@@ -197,3 +197,9 @@ def test_steps_of_a_gpu_are_as_estimated(scripts, name):
   assert outcome.cost.low <= measured['seconds'] <= outcome.cost.high
   peak = measured['arguments'] + measured['temporaries'] + measured['results']
   assert outcome.memory.peak == pytest.approx(peak, rel=0.03)
+
+
+def test_the_decoders_of_a_gpu_are_in_the_fit_as_measured(scripts):
+  measured = json.loads((FOLDER / 'one_gpu.json').read_text())
+  for name, step in scripts.one_gpu.DECODERS.items():
+    assert step['seconds'] == pytest.approx(measured[name]['seconds'], rel=1e-3)

@@ -92,6 +92,18 @@ def looked_up(start, added, is_shared):
   return function
 
 
+def with_scatters_in_sums(lowered):
+  """The text of a module, in which scatters that are added are onto the sum."""
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+    inline_all(module)
+    drop_copies(module.operation)
+    scatter_into_sums(module.operation)
+    erase_dead(module.operation)
+    assert module.operation.verify()
+    return str(module)
+
+
 @pytest.mark.parametrize(
   ('start', 'added', 'is_shared', 'onto'),
   [
@@ -103,14 +115,7 @@ def looked_up(start, added, is_shared):
 )
 def test_a_scatter_that_is_added_is_one_onto_the_sum(start, added, is_shared, onto):
   lowered = jax.jit(looked_up(start, added, is_shared)).lower(jnp.ones((8, 4)), jnp.ones((2, 4)))
-  with mlir_context(), ir.Location.unknown():
-    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
-    inline_all(module)
-    drop_copies(module.operation)
-    scatter_into_sums(module.operation)
-    erase_dead(module.operation)
-    assert module.operation.verify()
-    lines = str(module).splitlines()
+  lines = with_scatters_in_sums(lowered).splitlines()
   operand = next(re.search(r'scatter"\((%\w+),', line)[1] for line in lines if 'scatter"' in line)
   made = next((line for line in lines if line.strip().startswith(f'{operand} =')), operand)
   assert onto in made and ('add' in made) == (onto == 'add')
@@ -129,17 +134,11 @@ def test_a_constraint_between_a_scatter_and_a_sum_is_one_of_the_result(is_first,
     return (total, scattered) if is_shared else total
 
   lowered = jax.jit(function).lower(jnp.ones((8, 4)), jnp.ones((2, 4)))
-  with mlir_context(), ir.Location.unknown():
-    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
-    inline_all(module)
-    drop_copies(module.operation)
-    scatter_into_sums(module.operation)
-    erase_dead(module.operation)
-    assert module.operation.verify()
-    makers = dict(re.findall(r'(%\w+) = "?([\w.]+)', str(module)))
-    [scattered_onto] = re.findall(r'scatter"\((%\w+),', str(module))
-    [constrained] = re.findall(r'sdy.sharding_constraint (%\w+)', str(module))
-    returned = re.findall(r'  return (.*) :', str(module))[0].split(', ')
+  text = with_scatters_in_sums(lowered)
+  makers = dict(re.findall(r'(%\w+) = "?([\w.]+)', text))
+  [scattered_onto] = re.findall(r'scatter"\((%\w+),', text)
+  [constrained] = re.findall(r'sdy.sharding_constraint (%\w+)', text)
+  returned = re.findall(r'  return (.*) :', text)[0].split(', ')
   assert makers[constrained] == 'stablehlo.scatter'
   assert (makers[scattered_onto] == 'stablehlo.sine') != is_shared
   assert makers[returned[0]] == ('stablehlo.add' if is_shared else 'sdy.sharding_constraint')

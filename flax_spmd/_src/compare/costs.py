@@ -96,9 +96,9 @@ def ends(compute: float, memory: float, communication: float) -> tuple[float, fl
   doubt = _doubt(communication, compute, _KNOWN)
   fast, slow = (known + doubt * (other - known) for known, other in (_OVERLAPPED, _SERIAL))
   slower = 1 + (_SLOWER - 1) * _doubt(memory, compute, _KNOWN_MEMORY)
-  return together([compute, memory, communication], fast), together(
-    [compute, slower * memory, communication], slow
-  )
+  low = together([compute, memory, communication], fast)
+  high = together([compute, slower * memory, communication], slow)
+  return low, high
 
 
 def _doubt(part: float, compute: float, known: tuple[float, float]) -> float:

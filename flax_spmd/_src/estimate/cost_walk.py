@@ -433,8 +433,8 @@ class _CostWalk:
     """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does.
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
-    The result of an asynchronous collective is not written to, and what is computed from a padded array takes no
-    operand's place: it is larger.
+    The result of an asynchronous collective is not written to. A result that is fused with a pad takes no operand's
+    place, since it is larger.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':
