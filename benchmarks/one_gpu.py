@@ -26,7 +26,6 @@ import published_steps
 import strangers
 
 import flax_spmd as spmd
-from flax_spmd._src.compare.costs import expected
 from flax_spmd.explore import Estimator, TrainStep, calibrate, parse_target
 
 RULES = (('batch', 'data'),)
@@ -192,7 +191,7 @@ def compare(file: Path, target: str) -> None:
   for one, measured in decoders.items():
     chip = calibrate([measured], target).chip
     errors = [
-      f'{100 * (expected(outcome.cost, chip) / seconds - 1):+.1f} %'
+      f'{100 * (chip.pace * outcome.cost.expected / seconds - 1):+.1f} %'
       for other, (outcome, seconds) in decoders.items()
       if other != one
     ]

@@ -28,7 +28,7 @@ RULES = {
 
 
 class Decoder(NamedTuple):
-  """Sizes of a model, and how its step is computed: by a kernel for attention, which skips masked scores."""
+  """Sizes of a model, and whether its kernel for attention skips masked scores."""
 
   layers: int
   embed: int
@@ -39,7 +39,6 @@ class Decoder(NamedTuple):
   gated: bool
   vocab: int
   keep: tuple[str, ...] | None = ()
-  kernel: bool = True
   skips: bool = True
 
   @property
@@ -105,9 +104,7 @@ class Layer(nn.Module):
         ('value', 'kv_heads', c.kv_heads),
       )
     )
-    implementation = 'cudnn' if c.kernel else 'xla'
-    causal = c.skips or not c.kernel
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=c.skips, implementation='cudnn')
     y = checkpoint_name(_constrain(y, 'batch', None, 'heads', None), 'context')
     out = _weight(self, 'out', ('heads', 'head', 'embed'), (c.heads, c.head, c.embed))
     return checkpoint_name(_constrain(jnp.einsum('bshd,hde->bse', y, out), 'batch', None, None), 'out')

@@ -1,12 +1,13 @@
-"""Published step times, and the time brackets of the same steps.
+"""Published step times, steps measured on one GPU, and the time brackets of both.
 
-`published.toml` has the steps. Each is written as a program (`published_model.py`) and estimated. The fit has one number
-for each chip, the share of its peak that products reach, and two for all: the exponent by which the parts of a step
-overlap, and the share of memory traffic that counts. Every figure is of steps that were left out: their chip's share, the
-common numbers and the bracket's ends are fitted to the other steps.
+`published.toml` has the published steps. Each is written as a program (`published_model.py`) and estimated; so are the
+strangers' steps in `one_gpu.json`. The fit has one number for each chip, the share of its peak that products reach, and two
+for all: the share of the bandwidth of HBM that is reached, and the time to start an operation of a GPU. Every figure is of
+steps that were left out: their chip's share, the common numbers and the bracket's ends are fitted to the other steps.
 """
 
 import itertools
+import json
 import math
 import statistics
 import tomllib
@@ -14,30 +15,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import published_model
+import strangers
 from harness import Figure, at_least, at_most, exact
 from reporting import Table
 
 import flax_spmd as spmd
 from flax_spmd._src.compare import costs
 from flax_spmd._src.compare.calibration import CALIBRATED
-from flax_spmd.explore import Estimator, parse_target
+from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.work import Product
+from flax_spmd.explore import Estimator, Outcome, parse_target
 
 FILE = Path(__file__).with_name('published.toml')
+MEASURED, HERE = Path(__file__).with_name('one_gpu.json'), 'h100:1'
+SOURCE = 'https://github.com/flax-spmd/flax_spmd/tree/main/benchmarks/one_gpu.py'
 DIES = {'h200': 'h100'}  # another memory, the same products
 MARGIN = 0.97  # of the low end, below the fastest step relative to its expected time
-EXPONENTS, HBM_SHARES = (1.2, 1.3, 1.5, 1.7), (0.6, 0.8, 1.0)
+BANDWIDTHS, STARTS = (0.7, 0.75, 0.8, 0.85, 0.9, 1.0), (0.0, 2e-6, 3e-6, 4e-6)
 
 
 class Step(NamedTuple):
-  """A published step, with the parts of its time in seconds: products at the peak, traffic and wire at full bandwidth."""
+  """A step with a known time, its estimated work on each device, and the seconds of its communication."""
 
   target: str
   model: str
   batch: int
   seconds: float
-  products: float
-  memory: float
+  dtype: str
+  products: Sequence[Sequence[float]]
+  hbm_bytes: float
+  kernels: float
   links: float
   source: str
 
@@ -50,17 +59,43 @@ class Step(NamedTuple):
 class Common(NamedTuple):
   """The numbers that all chips share."""
 
-  exponent: float = costs.EXPECTED
-  hbm_share: float = costs.HBM_SHARE
+  bandwidth: float = costs.BANDWIDTH
+  start: float = costs.START
 
 
 # -- estimates
 
 
 def published() -> list[Step]:
-  """The published steps, each estimated for its target; seconds each, and no compiler."""
+  """The steps, each estimated for its target; seconds each, and no compiler."""
   content = tomllib.loads(FILE.read_text())
-  return [_estimated(entry, content) for entry in content['steps']]
+  return [*(_estimated(entry, content) for entry in content['steps']), *measured()]
+
+
+def measured() -> list[Step]:
+  """The strangers' steps that were measured on one GPU, but for those whose estimate is in doubt."""
+  layout, found = spmd.Layout(spmd.abstract_mesh({'data': 1}), (('batch', 'data'),)), []
+  for name, report in json.loads(MEASURED.read_text()).items():
+    if name in strangers.MODELS and 'seconds' in report:
+      train_step = strangers.train_step(name)
+      estimator = Estimator(train_step)
+      outcome = estimator.estimate(layout, HERE)
+      if not outcome.doubts:
+        batch = jax.tree.leaves(train_step.batch)[0].shape[0]
+        found.append(_step(HERE, name, batch, report['seconds'], estimator.dtype, outcome, SOURCE))
+  return found
+
+
+def _step(
+  target: str, model: str, batch: int, seconds: float, dtype: str, outcome: Outcome, source: str
+) -> Step:
+  parsed, counts = parse_target(target), outcome.counts
+  assert counts is not None
+  links = sum(costs.seconds(one, parsed, outcome.mesh) for one in counts.collectives)
+  products = [list(one) for one in counts.products]
+  return Step(
+    target, model, batch, seconds, dtype, products, counts.hbm_bytes, counts.kernels, links, source
+  )
 
 
 def decoder(entry: dict[str, Any], content: dict[str, Any]) -> published_model.Decoder:
@@ -68,7 +103,6 @@ def decoder(entry: dict[str, Any], content: dict[str, Any]) -> published_model.D
   return published_model.Decoder(
     **content['models'][entry['model']],
     keep=None if entry['keep'] == 'all' else tuple(entry['keep']),
-    kernel='kernel' not in entry.get('note', ''),
     skips=parse_target(entry['target']).chip.platform == 'cuda',  # the fit for TPUs is better without
   )
 
@@ -80,25 +114,31 @@ def _estimated(entry: dict[str, Any], content: dict[str, Any]) -> Step:
   # cuDNN's attention has the products of every attention kernel; no kernel of a TPU can be partitioned here
   estimator = Estimator(train_step, platform='cuda')
   layout = spmd.Layout(spmd.abstract_mesh(entry['mesh']), published_model.rules_for(entry['mesh']))
-  counts = estimator.estimate(layout, target).counts
+  outcome = estimator.estimate(layout, target)
   seconds = entry.get('seconds') or (
     model.published_flops(tokens, entry['length'], entry['formula'] == 'causal') / entry['tflops'] / 1e12
   )
-  links = sum(costs.seconds(one, target, entry['mesh']) for one in counts.collectives)
-  products, memory = (
-    counts.flops / costs.peak(target.chip, 'bf16'),
-    counts.hbm_bytes / target.chip.bandwidth,
-  )
   source = f'{content["sources"][entry["source"]]}/{entry["path"]}'
-  return Step(entry['target'], entry['model'], entry['batch'], seconds, products, memory, links, source)
+  return _step(entry['target'], entry['model'], entry['batch'], seconds, 'bf16', outcome, source)
 
 
 # -- the fit
 
 
 def expected(step: Step, efficiency: float, common: Common) -> float:
-  parts = [step.products / efficiency, common.hbm_share * step.memory, step.links]
-  return costs.together(parts, common.exponent)
+  return costs.local(*_local(step, efficiency, common)) + step.links
+
+
+def _local(step: Step, efficiency: float, common: Common) -> tuple[float, float, str]:
+  """The seconds of the products of a step, and of what waits for memory, with the platform."""
+  chip = parse_target(step.target).chip
+  products = tuple(Product(*one) for one in step.products)
+  flops = sum(one.flops * one.runs for one in products)
+  kernels = step.kernels * common.start / costs.START
+  counts = Counts(flops, step.hbm_bytes, (), (), (), products, kernels)
+  bandwidth = chip.bandwidth * common.bandwidth / costs.BANDWIDTH
+  chip = chip._replace(efficiency=efficiency, bandwidth=bandwidth)
+  return *costs.local_seconds(counts, chip, costs.peak(chip, step.dtype)), chip.platform
 
 
 def efficiency_of(steps: Sequence[Step], common: Common) -> float:
@@ -126,13 +166,14 @@ def fit(steps: Sequence[Step]) -> Common:
     shares = efficiencies(steps, common)
     return sum(math.log(step.seconds / expected(step, shares[step.die], common)) ** 2 for step in steps)
 
-  grid = itertools.product(EXPONENTS, HBM_SHARES)
+  grid = itertools.product(BANDWIDTHS, STARTS)
   return min((Common(*numbers) for numbers in grid), key=error)
 
 
 def ends(step: Step, efficiency: float, common: Common) -> tuple[float, float]:
   """The ends of the bracket of a step, as `costs.cost` computes them for a spread of (1, 1)."""
-  return costs.ends(step.products / efficiency, common.hbm_share * step.memory, step.links)
+  compute, memory, platform = _local(step, efficiency, common)
+  return costs.ends(compute, memory, step.links, platform)
 
 
 def spread_of(steps: Sequence[Step], common: Common) -> tuple[float, float]:

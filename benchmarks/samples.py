@@ -16,7 +16,7 @@ from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.starts import starting_points
-from flax_spmd._src.search.trials import mean_seconds
+from flax_spmd._src.search.trials import expected_seconds
 from flax_spmd._src.search.user_constraints import constraints_of
 from flax_spmd.errors import LayoutError
 from flax_spmd.explore import Estimator, Outcome, TrainStep, compare, parse_target
@@ -62,7 +62,7 @@ class Pair(NamedTuple):
   @property
   def time(self) -> float:
     """Error of the estimated seconds; the compiled ones are an estimate too, from the compiler's counts."""
-    return 100 * (mean_seconds(self.estimated) / mean_seconds(self.compiled) - 1)
+    return 100 * (expected_seconds(self.estimated) / expected_seconds(self.compiled) - 1)
 
   @property
   def doubted(self) -> bool:
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
         'wire': sum(one.counts.by_axis().values()),
         'memory': one.memory.peak,
         'flops': one.counts.flops,
-        'seconds': mean_seconds(one),
+        'seconds': expected_seconds(one),
       }
       for source, one in (('estimated', self.estimated), ('compiled', self.compiled))
     }
@@ -172,6 +172,6 @@ def estimates(
 
 def regret(pairs: Sequence[Pair], top: int) -> float:
   """How much slower the best of the `top` estimates is than the best of all when compiled, in percent."""
-  ranked = sorted(pairs, key=lambda pair: mean_seconds(pair.estimated))
-  best = min(mean_seconds(pair.compiled) for pair in pairs)
-  return 100 * (min(mean_seconds(pair.compiled) for pair in ranked[:top]) / best - 1)
+  ranked = sorted(pairs, key=lambda pair: expected_seconds(pair.estimated))
+  best = min(expected_seconds(pair.compiled) for pair in pairs)
+  return 100 * (min(expected_seconds(pair.compiled) for pair in ranked[:top]) / best - 1)

@@ -56,7 +56,7 @@ from samples import Pair, Sample, drawn_for, estimates, regret, sample
 
 import flax_spmd as spmd
 from flax_spmd._src.compare.compilation import check_compiler
-from flax_spmd._src.search.trials import mean_seconds
+from flax_spmd._src.search.trials import expected_seconds
 from flax_spmd.errors import TargetDeviceError
 from flax_spmd.explore import TrainStep, compare, parse_target
 
@@ -108,14 +108,14 @@ def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
   doubted = sum(pair.doubted for pair in pairs)
   rows = [
     [
-      f'{1e3 * mean_seconds(pair.estimated):.1f}',
-      f'{1e3 * mean_seconds(pair.compiled):.1f}',
+      f'{1e3 * expected_seconds(pair.estimated):.1f}',
+      f'{1e3 * expected_seconds(pair.compiled):.1f}',
       f'{pair.wire:+.1f}',
       f'{pair.memory:+.1f}',
       'yes' if pair.doubted else '',
       pair.name,
     ]
-    for pair in sorted(pairs, key=lambda pair: mean_seconds(pair.compiled))
+    for pair in sorted(pairs, key=lambda pair: expected_seconds(pair.compiled))
   ]
   head = ['estimated, ms', 'compiled, ms', 'wire off, %', 'memory off, %', 'in doubt', 'candidate']
   return Table(f'{len(pairs)} candidates of seed {seed}, {doubted} in doubt', head, rows)
@@ -166,14 +166,14 @@ def searched() -> tuple[list[Figure], dict[str, Any]]:
   result = spmd.search(train_step, TARGET, candidates=1000, jobs=CORES)
   wall, spent = time.perf_counter() - begin, cpu_seconds() - cpu
   log(f'{result}\n\n{wall:.0f} s, {spent:.0f} CPU-s')
-  presets = [mean_seconds(one) for one in result.outcomes if one.name in result.presets]
+  presets = [expected_seconds(one) for one in result.outcomes if one.name in result.presets]
   figures = [
     exact('search: candidates', len(result.estimates), '', at_least(1000)),
     exact('search: by the clock', wall, 's', at_most(300)),
     exact('search: CPU-seconds over 2 cores', spent / CORES, 's', at_most(300)),
     exact(
       'search: winner beside the best preset',
-      100 * mean_seconds(result.best) / min(presets),
+      100 * expected_seconds(result.best) / min(presets),
       '%',
       at_most(100),
     ),

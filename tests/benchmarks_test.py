@@ -111,9 +111,14 @@ def test_every_published_step_names_its_source_and_is_in_the_results(render, scr
   [record] = render.records('search_published')
   content = tomllib.loads((FOLDER / 'published.toml').read_text())
   steps = record['details']['published']['steps']
+  listed = steps[: len(content['steps'])]
   assert [(one['target'], one['model'], one['batch']) for one in content['steps']] == [
-    (one['target'], one['model'], one['batch']) for one in steps
+    (one['target'], one['model'], one['batch']) for one in listed
   ]
+  measured = json.loads((FOLDER / 'one_gpu.json').read_text())
+  others = steps[len(listed) :]
+  assert len(others) == 11 and all(one['target'] == 'h100:1' for one in others)
+  assert all(one['seconds'] == measured[one['model']]['seconds'] for one in others)
   assert all(re.match(r'https://github.com/\S+/\S+$', one['source']) for one in steps)
 
 

@@ -134,7 +134,7 @@ def test_the_bubble_matches_the_schedule(comparison, monkeypatch):
 
   def program_costs(lowered, results, target):
     seconds = {program: known.get(program.name.split('_')[0], 0.0) for program in results}
-    return {program: costs.Cost(one, 0.0, {}, one, one, '') for program, one in seconds.items()}
+    return {program: costs.Cost(one, 0.0, {}, one, one, one, '') for program, one in seconds.items()}
 
   monkeypatch.setattr(pipeline_outcome, 'program_costs', program_costs)
   monkeypatch.setattr(pipeline_outcome, 'transfers', lambda lowered, target: [])

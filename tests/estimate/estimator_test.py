@@ -1,6 +1,7 @@
 """The estimator against figures worked out by hand, and against compiled programs."""
 
 import functools
+from collections import Counter
 
 import flax.linen as nn
 import jax
@@ -126,6 +127,11 @@ def test_flops_memory_and_gathers_of_a_compiled_program(estimator, one):
   compiled = compare(TRAIN_STEP, {'one': one}, 'cpu:8')['one']
   estimated = estimator.estimate(one, parse_target('cpu:8'))
   assert estimated.counts.flops == compiled.counts.flops
+  runs = [Counter() for _ in range(2)]
+  for number, outcome in zip(runs, (estimated, compiled), strict=True):
+    for product in outcome.counts.products:
+      number[product.flops] += product.runs
+  assert runs[0] == runs[1]
   state = [outcome.memory[:4] for outcome in (estimated, compiled)]
   assert state[0] == state[1]
   wire = [outcome.counts.by_kind().get('all-gather', 0) for outcome in (estimated, compiled)]

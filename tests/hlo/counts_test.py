@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_spmd._src.hlo.counts import Counts, count
+from flax_spmd._src.hlo.counts import Counts, count, scaled
 from flax_spmd._src.hlo.flops import Window, meetings
+from flax_spmd._src.hlo.work import Product
 
 DATA = pathlib.Path(__file__).parent / 'data'
 MIB = 2**20
@@ -296,6 +297,47 @@ def test_the_larger_branch_counts(branches):
   assert (counts.flops, counts.hbm_bytes) == (128, 128)
 
 
+def test_products_with_their_traffic():
+  fused = '%fused (p: f32[4,8], q: f32[8,4]) -> f32[4,4] {\n  %p = f32[4,8]{1,0} parameter(0)\n'
+  fused += (
+    '  %q = f32[8,4]{1,0} parameter(1)\n  %d = f32[4,4]{1,0} dot(%p, %q), lhs_contracting_dims={1}, '
+  )
+  fused += 'rhs_contracting_dims={0}\n  ROOT %n = f32[4,4]{1,0} negate(%d)\n}'
+  body = (
+    '%body (s: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {\n  %s = (s32[], f32[4,4]{1,0}) parameter(0)\n'
+  )
+  body += (
+    '  %i = s32[] get-tuple-element(%s), index=0\n  %x = f32[4,4]{1,0} get-tuple-element(%s), index=1\n'
+  )
+  body += '  %one = s32[] constant(1)\n  %next = s32[] add(%i, %one)\n  %y = f32[4,4]{1,0} dot(%x, %x), '
+  body += 'lhs_contracting_dims={1}, rhs_contracting_dims={0}\n'
+  body += '  ROOT %r = (s32[], f32[4,4]{1,0}) tuple(%next, %y)\n}'
+  condition = (
+    '%condition (t: (s32[], f32[4,4])) -> pred[] {\n  %t = (s32[], f32[4,4]{1,0}) parameter(0)\n'
+  )
+  condition += '  %j = s32[] get-tuple-element(%t), index=0\n  %end = s32[] constant(5)\n'
+  condition += '  ROOT %less = pred[] compare(%j, %end), direction=LT\n}'
+  counts = counted(
+    '%a = f32[4,8]{1,0} parameter(0)',
+    '%b = f32[8,4]{1,0} parameter(1)',
+    '%f = f32[4,4]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused',
+    '%zero = s32[] constant(0)',
+    '%begin = (s32[], f32[4,4]{1,0}) tuple(%zero, %f)',
+    '%w = (s32[], f32[4,4]{1,0}) while(%begin), condition=%condition, body=%body',
+    'ROOT %g = f32[4,4]{1,0} get-tuple-element(%w), index=1',
+    before='\n\n'.join((fused, body, condition)),
+  )
+  assert counts.products == (
+    Product(2 * 4 * 4 * 8, 4 * (32 + 32 + 16), 1),
+    Product(2 * 4 * 4 * 4, 4 * (16 + 16), 5),
+  )
+  assert counts.flops == 2 * 4 * 4 * (8 + 5 * 4)
+  halved = scaled(counts, flops=0.5, hbm_bytes=3.0, runs=2.0)
+  assert halved.products[0] == (2 * 4 * 4 * 4, 3 * 4 * (32 + 32 + 16), 2)
+  assert (halved.flops, halved.hbm_bytes) == (counts.flops, 6 * counts.hbm_bytes)
+  assert halved.kernels == 2 * counts.kernels
+
+
 # --- FLOPs -------------------------------------------------------------------------------------------------
 
 
@@ -526,7 +568,12 @@ def test_flops_of_a_step_equal_theory(layout, remat):
   axes, *places = LAYOUTS[layout]
   counts = count(*train_step(mesh_of(**axes), *places, remat=remat))
   # Forward 2 products per layer, backward 4; with remat the first one again.
-  assert counts.flops == LAYERS * (7 if remat else 6) * PRODUCT / 8
+  number = LAYERS * (7 if remat else 6)
+  assert counts.flops == number * PRODUCT / 8
+  assert {one.flops for one in counts.products} == {PRODUCT / 8}
+  assert sum(one.runs for one in counts.products) == number
+  assert 0 < sum(one.runs * one.hbm_bytes for one in counts.products) < counts.hbm_bytes
+  assert number <= counts.kernels
   assert [(trips, how) for _, trips, how in counts.loops] == [(LAYERS, 'known')] * 2
   assert counts.opaque == ()
 

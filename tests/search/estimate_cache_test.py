@@ -21,7 +21,7 @@ LAYOUT = spmd.Layout(
   spmd.abstract_mesh({'data': 4, 'model': 2}), (('batch', 'data'), ('embed', 'model'))
 )
 COUNTS = Counts(4e9, 1e6, (Collective('all-gather', ('data',), 4, 8e7, 1, 8e7, 'f32', '', ''),), (), ())
-COST = Cost(1.0, 2.0, {('data', 'model'): 0.5}, 2.0, 3.5, 'memory')
+COST = Cost(1.0, 2.0, {('data', 'model'): 0.5}, 2.0, 3.0, 3.5, 'memory')
 ESTIMATE = Outcome(
   'a',
   LAYOUT,

@@ -19,7 +19,7 @@ from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.search import trials
-from flax_spmd._src.search.trials import mean_seconds
+from flax_spmd._src.search.trials import expected_seconds
 from flax_spmd.errors import EstimatorError, InfeasibleError, LayoutError, SearchError, TargetDeviceError
 from flax_spmd.explore import Comparison, Outcome, TrainStep, search
 from tests.processes import run_process
@@ -260,7 +260,7 @@ def estimating_wrongly(monkeypatch):
   """Estimates that are off by another factor in every layout make another layout the best; returns the best time."""
   factors = lambda layout: 0.02 if len(layout.mesh.axis_names) > 1 else 8.0
   estimating(monkeypatch, factors)
-  best = min(mean_seconds(one) for one in run(candidates=400, top=400).outcomes)
+  best = min(expected_seconds(one) for one in run(candidates=400, top=400).outcomes)
   estimating(monkeypatch, factors)
   return best
 
@@ -268,7 +268,7 @@ def estimating_wrongly(monkeypatch):
 def test_compiled_programs_correct_what_no_factor_can(monkeypatch):
   best = estimating_wrongly(monkeypatch)
   result = run(candidates=400, top=3)
-  assert mean_seconds(result.best) == pytest.approx(best, rel=0.02)
+  assert expected_seconds(result.best) == pytest.approx(best, rel=0.02)
   assert len(result.outcomes) < 20
 
 
@@ -283,7 +283,7 @@ def test_the_best_are_compiled_until_no_estimate_is_better(monkeypatch, seed):
   replaced = [one for one in result.estimates if one.name in compiled]
   assert replaced == [compiled[one.name] for one in replaced]
   others = [one for one in result.estimates if one.name not in compiled]
-  assert min(map(mean_seconds, others)) > 0.8 * mean_seconds(result.best)
+  assert min(map(expected_seconds, others)) > 0.8 * expected_seconds(result.best)
 
 
 def partitioning(monkeypatch, seed):
@@ -315,7 +315,7 @@ def test_the_best_are_partitioned_until_no_estimate_is_better(monkeypatch, seed)
     if one.name in right:
       assert one.cost == right[one.name].cost
   others = [one for one in result.estimates if one.source == 'estimated']
-  assert min(map(mean_seconds, others)) > 0.8 * mean_seconds(result.best)
+  assert min(map(expected_seconds, others)) > 0.8 * expected_seconds(result.best)
 
 
 def test_what_is_partitioned_is_kept_for_the_next_search(monkeypatch):
@@ -355,7 +355,7 @@ def test_the_effect_of_a_rule_is_a_difference_of_estimates(monkeypatch):
   estimating_wrongly(monkeypatch)
   result = run(candidates=400, top=3)
   estimator = trials.Estimator(TrainStep(step, create, data()), platform='cpu')
-  seconds = lambda layout: mean_seconds(
+  seconds = lambda layout: expected_seconds(
     estimator.estimate(layout, spmd.explore.parse_target('cpu:8'), partition=False)
   )
   clauses = result.layout.rules.clauses
@@ -384,14 +384,14 @@ def test_the_best_layout():
   result = run()
   assert result.best is result.outcomes[0] and result.layout == result.best.layout
   assert result.best.source == 'compiled:cpu' and result.notes == []
-  best = min(one.cost.low * one.cost.high for one in result.estimates)
-  assert result.best.cost.low * result.best.cost.high == pytest.approx(best)
+  best = min(one.cost.expected for one in result.estimates)
+  assert result.best.cost.expected == pytest.approx(best)
   assert pieces(result.layout, 'batch', 'mlp') == 8
 
 
 def test_the_result_is_never_worse_than_a_preset():
   result = run()
-  middle = lambda one: one.cost.low * one.cost.high
+  middle = lambda one: one.cost.expected
   presets = [one for one in result.outcomes if one.name in result.presets]
   assert {result.presets[one.name] for one in presets} >= {'data_parallel', 'tensor_parallel'}
   assert all(middle(result.best) <= middle(one) for one in presets)
@@ -416,7 +416,7 @@ def test_the_memory_budget_is_met():
 
 def test_pareto():
   result = run()
-  times = [one.cost.low * one.cost.high for one in result.pareto]
+  times = [one.cost.expected for one in result.pareto]
   assert not any(one.error for one in result.pareto)
   peaks = [one.memory.peak for one in result.pareto]
   assert times == sorted(times) and peaks == sorted(peaks, reverse=True) and len(result.pareto) > 1

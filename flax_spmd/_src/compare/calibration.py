@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from flax_spmd._src.compare.costs import HBM_SHARE, Cost, expected
+from flax_spmd._src.compare.costs import Cost, local, local_seconds
 from flax_spmd._src.compare.hardware import Chip, Target, parse_target
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.hlo.counts import Counts
@@ -126,7 +126,10 @@ def calibrate(
 
 
 def _expected(outcome: Outcome, chip: Chip) -> float:
-  return expected(outcome.cost, chip) if outcome.cost else math.nan
+  if outcome.cost is None:
+    return math.nan
+  compute, memory, links, *_ = outcome.cost
+  return chip.pace * (local(compute, memory, chip.platform) + sum(links.values()))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -161,10 +164,11 @@ def _problem(outcome: Outcome, seconds: float, target: Target) -> str:
 
 
 def _is_of(cost: Cost, counts: Counts, chip: Chip) -> bool:
-  """Whether a cost has the figures of a chip: its products and its traffic to HBM take as long."""
-  compute = (counts.flops / (peak * chip.efficiency) for peak in chip.flops.values())
-  memory = HBM_SHARE * counts.hbm_bytes / chip.bandwidth
-  return math.isclose(cost.memory, memory) and any(math.isclose(cost.compute, one) for one in compute)
+  """Whether a cost has the figures of a chip: its operations take as long."""
+  own = cost.compute, cost.memory
+  return any(
+    all(map(math.isclose, own, local_seconds(counts, chip, peak))) for peak in chip.flops.values()
+  )
 
 
 def _toml(chip: Chip) -> str:

@@ -93,9 +93,9 @@ class Comparison:
 
   @property
   def best(self) -> Outcome | None:
-    """The fastest layout that fits, by the geometric mean of its time bracket; None if none fits."""
+    """The fastest layout that fits, by its expected time; None if none fits."""
     return min(
-      (o for o in self.outcomes if o.fits and o.cost), key=lambda o: _mean(o.cost), default=None
+      (o for o in self.outcomes if o.fits and o.cost), key=lambda o: _expected(o.cost), default=None
     )
 
   def diff(self, one: str, other: str) -> list[str]:
@@ -229,8 +229,8 @@ class Comparison:
     return plain_text(self, 180)
 
 
-def _mean(cost: Cost | None) -> float:
-  return (cost.low * cost.high) ** 0.5 if cost else float('inf')
+def _expected(cost: Cost | None) -> float:
+  return cost.expected if cost else float('inf')
 
 
 def _difference(name: str, one: float, other: float, part: str) -> str:

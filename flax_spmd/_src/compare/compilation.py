@@ -29,11 +29,12 @@ from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.hlo.counts import Collective, Counts, count_module
 from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
 from flax_spmd._src.hlo.parser import parse
+from flax_spmd._src.hlo.work import Product
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.versions import installed_version
 from flax_spmd.errors import TargetDeviceError
 
-_FORMAT = 3
+_FORMAT = 4
 _TIMEOUT = 1800  # seconds
 _LARGEST_CPU = 512  # devices; the CPU's compiler supports no more
 _WARNING_WORDS = (
@@ -342,7 +343,8 @@ def _compile_result(content: dict[str, Any], key: str, cached: bool) -> CompileR
   if counts is not None:
     listed = tuple(Collective(**one | {'axes': tuple(one['axes'])}) for one in counts['collectives'])
     pairs = {name: tuple(map(tuple, counts[name])) for name in ('opaque', 'loops')}
-    counts = Counts(**counts | pairs | {'collectives': listed})
+    products = tuple(Product(*one) for one in counts['products'])
+    counts = Counts(**counts | pairs | {'collectives': listed, 'products': products})
   hlo = cache_folder() / f'{key}.hlo.gz'
   return CompileResult(
     counts,

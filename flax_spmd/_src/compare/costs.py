@@ -1,12 +1,13 @@
 """Costs: a bracket for the time of a step, from its counts and the target's figures (roofline).
 
-A step has three parts: products (FLOPs over the reachable share of the peak), memory (bytes over the bandwidth of HBM)
-and communication (bytes over the bandwidth of the links), transfers to and from host memory included. Programs overlap
-them in part. The expected time is the p-norm of the parts: 1 would add them up, and infinity would take the slowest.
+A product takes the longer of two times: its FLOPs over the reachable share of the peak, and its bytes over that of the
+bandwidth of HBM. Other operations take the time of their bytes. A GPU runs one after another, and each takes a
+constant time to start; a TPU reads ahead, so that all products together, or all that waits for memory, decide. The time of
+communication is added: its bytes over the bandwidth of the links, transfers to and from host memory included.
 
-The reachable shares, the exponent and the width of the bracket are fitted to published step times of JAX programs
-(`benchmarks/published.toml`), each predicted by the others. Where communication takes longer than in any of them,
-the bracket is wider. The formulas of the parts are from "How to Scale Your Model"
+The reachable shares and the width of the bracket are fitted to published step times of JAX programs, and to steps that
+were measured on one GPU (`benchmarks/published_steps.py`), each predicted by the others. Where communication or memory
+takes longer than in most of them, the bracket is wider. The formulas of the parts are from "How to Scale Your Model"
 (https://jax-ml.github.io/scaling-book/roofline/ and /sharding/); the bytes that a collective sends are computed by
 `hlo.collectives.wire`.
 """
@@ -25,26 +26,27 @@ _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
 HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
 # Fitted to published step times; `benchmarks/published_steps.py` does it again.
-EXPECTED = 1.3  # exponent of the norm
-HBM_SHARE = 0.8  # of the traffic that is counted, the part that is not cached
-PUBLISHED, INSIDE = 41, 39  # steps, and those in the bracket that is fitted to the others
-# Exponents at the ends of a bracket: as published, and where communication takes longer than in any published step.
-_OVERLAPPED, _SERIAL = (1.5, 4.0), (1.3, 1.0)
-_KNOWN = (0.6, 1.6)  # time of communication over that of products, at which each of them holds
-# Of steps that wait for memory, those that `benchmarks/one_gpu.py` has run take up to this factor longer for it.
-_SLOWER, _KNOWN_MEMORY = 1.9, (0.4, 1.0)
+BANDWIDTH = 0.8  # reachable share of the bandwidth of HBM
+START, _GPUS = 3e-6, ('cuda', 'rocm')  # seconds to start an operation of a GPU
+PUBLISHED, INSIDE = 51, 50  # steps, and those in the bracket that is fitted to the others
+_SHOWN = (
+  0.5  # communication up to this part of the rest is not hidden in published steps, which have no more
+)
+# Factors at both ends on the time of memory: none below the first ratio of it to the time of products, all from the second.
+_MEMORY, _WAITING = (0.85, 1.2), (0.4, 1.0)
 
 
 class Cost(NamedTuple):
   """The time of a step, in seconds.
 
   Attributes:
-    compute: time of the products, at the reachable share of the peak.
-    memory: time to read and write HBM.
+    compute: time of the FLOPs, at the reachable share of the peak.
+    memory: time to read and write HBM, but for what products hide, and to start operations.
     links: time of communication per tuple of mesh axes; of arrays that are in the host's memory between steps, under
       `HOST_LINK`.
     low: least time of the step; no published step is faster.
-    high: time of the step if little overlaps.
+    expected: most likely time of the step, by which layouts are ranked.
+    high: longest time of the step.
     bound: slowest part: `compute`, `memory`, or the mesh axes of the slowest communication.
   """
 
@@ -52,6 +54,7 @@ class Cost(NamedTuple):
   memory: float
   links: dict[tuple[str, ...], float]
   low: float
+  expected: float
   high: float
   bound: str
 
@@ -69,8 +72,7 @@ def cost(
     host_bytes: bytes that the step reads from the host's memory, and writes back to it.
   """
   chip = target.chip
-  compute = counts.flops / (peak(chip, dtype) * chip.efficiency)
-  memory = HBM_SHARE * counts.hbm_bytes / chip.bandwidth
+  compute, memory = local_seconds(counts, chip, peak(chip, dtype))
   links: dict[tuple[str, ...], float] = {}
   for one in counts.collectives:
     links[one.axes] = links.get(one.axes, 0.0) + seconds(one, target, mesh)
@@ -83,29 +85,44 @@ def cost(
     slowest = '+'.join(max(links, key=lambda axes: links[axes])) or 'communication'
   low, high = (
     chip.pace * factor * end
-    for factor, end in zip(chip.spread, ends(compute, memory, communication), strict=True)
+    for factor, end in zip(chip.spread, ends(compute, memory, communication, chip.platform), strict=True)
   )
-  return Cost(compute, memory, links, low, high, slowest)
+  middle = chip.pace * (local(compute, memory, chip.platform) + communication)
+  return Cost(compute, memory, links, low, middle, high, slowest)
 
 
-def ends(compute: float, memory: float, communication: float) -> tuple[float, float]:
+def local_seconds(counts: Counts, chip: Chip, flops: float) -> tuple[float, float]:
+  """The time of the FLOPs of a device, and what its operations take longer to read, write and start.
+
+  Args:
+    counts: work of the step on one device.
+    chip: the device.
+    flops: its peak FLOP/s.
+  """
+  reach, bandwidth = flops * chip.efficiency, BANDWIDTH * chip.bandwidth
+  memory = START * counts.kernels if chip.platform in _GPUS else 0.0
+  moved = counts.hbm_bytes
+  for product in counts.products:
+    memory += product.runs * max(0.0, product.hbm_bytes / bandwidth - product.flops / reach)
+    moved -= product.runs * product.hbm_bytes
+  return counts.flops / reach, memory + max(0.0, moved) / bandwidth
+
+
+def local(compute: float, memory: float, platform: str) -> float:
+  """The time of the operations of a device."""
+  return max(compute, memory) if platform == 'tpu' else compute + memory
+
+
+def ends(compute: float, memory: float, communication: float, platform: str) -> tuple[float, float]:
   """The ends of a bracket of spread (1, 1), from the times of the three parts.
 
-  It is wider where communication or memory takes longer, beside products, than in the published steps.
+  It is wider where communication or memory takes longer, beside products, than in most published steps.
   """
-  doubt = _doubt(communication, compute, _KNOWN)
-  fast, slow = (known + doubt * (other - known) for known, other in (_OVERLAPPED, _SERIAL))
-  slower = 1 + (_SLOWER - 1) * _doubt(memory, compute, _KNOWN_MEMORY)
-  low = together([compute, memory, communication], fast)
-  high = together([compute, slower * memory, communication], slow)
-  return low, high
-
-
-def _doubt(part: float, compute: float, known: tuple[float, float]) -> float:
-  """From 0 to 1, how far a part is from the published steps."""
-  least, most = known
-  ratio = part / compute if compute else math.inf
-  return min(1.0, max(0.0, (ratio - least) / (most - least)))
+  least, most = _WAITING
+  waits = min(1.0, max(0.0, (memory / compute - least) / (most - least))) if compute else 1.0
+  quick, late = (local(compute, memory * (1 + waits * (factor - 1)), platform) for factor in _MEMORY)
+  hidden = min(quick, max(0.0, communication - _SHOWN * quick))
+  return quick + communication - hidden, late + communication
 
 
 def coverage(chip: Chip) -> str:
@@ -120,22 +137,6 @@ def coverage(chip: Chip) -> str:
     f'Time brackets: of {PUBLISHED} published or measured steps, {INSIDE} lie in their bracket when it is fitted to the others, '
     'and none is faster.'
   )
-
-
-def together(parts: Sequence[float], exponent: float) -> float:
-  """The time of parts that overlap: their p-norm, between the slowest and the sum.
-
-  Example:
-    >>> together([3.0, 4.0], 1.0), together([3.0, 4.0], 2.0)
-    (7.0, 5.0)
-  """
-  longest = max(parts)
-  return longest and longest * sum((part / longest) ** exponent for part in parts) ** (1 / exponent)
-
-
-def expected(cost: Cost, chip: Chip) -> float:
-  """The expected time of a step, in seconds."""
-  return chip.pace * together([cost.compute, cost.memory, sum(cost.links.values())], EXPECTED)
 
 
 def peak(chip: Chip, dtype: str) -> float:

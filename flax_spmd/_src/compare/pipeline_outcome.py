@@ -9,6 +9,7 @@ low end, and with nothing at the high end.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from flax_spmd._src.compare.costs import HOST_LINK, Cost, between, cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Memory, Outcome, PipelineRanks, RankOutcome
 from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline
-from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.hlo.counts import Collective, Counts, scaled
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.run import memory as footprint
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
@@ -249,7 +250,8 @@ class _PipelineAnalysis:
       'bubble': pipeline.low.makespan / 1e3 * pipeline.low.bubbles[rank],
     }
     bound = max(parts, key=lambda part: parts[part])
-    return Cost(parts['compute'], parts['memory'], dict(links), low, high, bound)
+    middle = math.sqrt(low * high)
+    return Cost(parts['compute'], parts['memory'], dict(links), low, middle, high, bound)
 
   # -- work
 
@@ -265,12 +267,15 @@ class _PipelineAnalysis:
     opaque = Counter[str]()
     for counts, times in each:
       opaque.update({name: number * times for name, number in counts.opaque})
+    work = [scaled(counts, runs=times) for counts, times in each]
     return Counts(
-      sum(counts.flops * times for counts, times in each),
-      sum(counts.hbm_bytes * times for counts, times in each),
+      sum(counts.flops for counts in work),
+      sum(counts.hbm_bytes for counts in work),
       tuple(sorted([*collectives, *self._permutes(rank)], key=lambda one: -one.wire)),
       tuple(opaque.items()),
-      tuple(loop for counts, _ in each for loop in counts.loops),
+      tuple(loop for counts in work for loop in counts.loops),
+      tuple(product for counts in work for product in counts.products),
+      sum(counts.kernels for counts in work),
     )
 
   def _permutes(self, rank: int) -> Iterable[Collective]:

@@ -65,6 +65,7 @@ from flax_spmd._src.estimate.resharding import (
 from flax_spmd._src.estimate.weight_gradients import SCHEDULING_PLATFORMS, WeightGradients
 from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.work import Work
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _REMEMBERED = 2**15  # requirements, and collectives, for each mesh
@@ -253,9 +254,18 @@ class AnalyzedGraph:
       walk.doubts.add_kept('remat', 'blocks that are computed again early, beside sums', walk.repeated)
       walk.add_spikes(peak)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
-    counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
+    work = walk.work
+    counts = Counts(
+      work.flops,
+      work.hbm_bytes,
+      tuple(collectives),
+      tuple(walk.opaque.items()),
+      (),
+      work.products,
+      work.kernels,
+    )
     memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
-    costs = sum(one.wire for one in collectives), memory, walk.flops
+    costs = sum(one.wire for one in collectives), memory, work.flops
     doubts = (each.texts(*costs) for each in (walk.doubts, walk.doubts.about_memory()))
     return WalkResult(counts, peak + kept, memory, *doubts)
 
@@ -308,7 +318,8 @@ class _CostWalk:
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.kind = ''  # of the current operation
-    self.flops = self.hbm = 0.0
+    self.work = Work()
+    self.flops = 0.0  # of the current operation
     self.opaque: dict[str, int] = {}
     self.doubts = Doubts()
     self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...], bool]] = set()
@@ -362,7 +373,7 @@ class _CostWalk:
     self.fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
     is_main = block is self.analyzed.graph.main
     for index, op in enumerate(block.ops):
-      self.gathered_bytes = self.padded = 0.0
+      self.gathered_bytes = self.padded = self.flops = 0.0
       self.needed_until = live.needed[index]
       inner_peak = self._op(op, live.inner[index], times)
       self.combiner.add_dependences(op.results, op.operands)
@@ -370,12 +381,11 @@ class _CostWalk:
       for value in written:
         alive[value] = self._written_bytes(op, value)
         now += alive[value]
-        self.hbm += times * self._bytes(value)
       for value in live.copied[index]:
         alive[copy_of(value)] = self._bytes(value)
         now += self._bytes(value)
-      for value in () if op.blocks else reads:
-        self.hbm += times * self._bytes(value)
+      moved = sum(map(self._bytes, written if op.blocks else (*written, *reads)))
+      self.work.add(0.0 if op.blocks else self.flops, moved, times)
       if op.kind == 'while':  # its buffers reuse those of operands that end here
         for operand, result in zip(map(self._before_transposes, op.operands), op.results):
           if operand in alive and operand in ending:
@@ -400,7 +410,7 @@ class _CostWalk:
           now -= alive.pop(value, 0.0)
     for value, required in zip(block.returned, results):
       self._bring(value, required or self.specs[value], times, '')
-    self.hbm += times * sum(map(self._bytes, live.returned))
+    self.work.hbm_bytes += times * sum(map(self._bytes, live.returned))
     return peak
 
   def _add_again(self, op: Op, size: float) -> None:
@@ -537,8 +547,8 @@ class _CostWalk:
       self._add_padded(op, required)
     self._add_halos(op, required, times)
     self.gathered_bytes += required.split
-    self.hbm += 2 * times * required.split
-    self.flops += times * required.flops
+    self.work.hbm_bytes += 2 * times * required.split
+    self.flops = required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
       self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
@@ -947,21 +957,22 @@ class _CostWalk:
   def _branch(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of the most expensive branch, as the one taken is unknown."""
     results = [self.specs[result] for result in op.results]
-    before = self.flops, self.hbm, self.combiner
+    work, combiner = self.work, self.combiner
     scheduled, self.weight_gradients = (
       self.weight_gradients,
       WeightGradients(),
     )  # those of branches do not wait
-    branches: list[tuple[float, float, CollectiveCombiner, float]] = []
+    branches: list[tuple[Work, CollectiveCombiner, float]] = []
     for block, live in zip(op.blocks, inner):
-      self.flops, self.hbm, self.combiner = 0.0, 0.0, CollectiveCombiner(self.sizes)
+      self.work, self.combiner = Work(), CollectiveCombiner(self.sizes)
       peak = self._inner_block(block, live, times, results)
-      branches.append((self.flops, self.hbm, self.combiner, peak))
-    flops, hbm, combiner, _ = max(branches, key=lambda branch: branch[:2])
-    self.flops, self.hbm, self.combiner = before[0] + flops, before[1] + hbm, before[2]
+      branches.append((self.work, self.combiner, peak))
+    taken = max(branches, key=lambda branch: (branch[0].flops, branch[0].hbm_bytes))
+    self.work, self.combiner = work, combiner
+    self.work.extend(taken[0])
     self.weight_gradients = scheduled
-    self.combiner.extend(combiner)
-    return max(branch[3] for branch in branches) + sum(map(self._bytes, op.results))
+    self.combiner.extend(taken[1])
+    return max(branch[2] for branch in branches) + sum(map(self._bytes, op.results))
 
   def _is_grouped(self, value: int, spec: Spec | None, required: Requirement) -> bool:
     """Whether an activation is gathered for a product by groups of devices that compute parts of its result.
@@ -1018,7 +1029,7 @@ class _CostWalk:
         self.gathered_before += copy
       else:
         self.gathered_bytes += copy
-      self.hbm += times * copy
+      self.work.hbm_bytes += times * copy
     is_settled = (self._wire_value(value), before, after) in self.known.settled
     self._add_collectives(ops, times, value, source, is_settled=is_settled)
 
@@ -1052,7 +1063,7 @@ class _CostWalk:
       ops = without_reduce_scatter(ops)
     for op in ops:  # each reads its operand and writes its result
       growth = shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
-      self.hbm += times * op.bytes * (1 + growth)
+      self.work.hbm_bytes += times * op.bytes * (1 + growth)
     dtype = dtype or self._wire_value(value).dtype
     groups = self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
     kinds = [op.kind for op in ops]

@@ -12,7 +12,7 @@ from flax_spmd._src.compare.partitioner import partitioner
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.cost_walk import WalkResult
 from flax_spmd._src.estimate.resharding import CollectiveOp
-from flax_spmd._src.hlo.counts import Collective, Counts, count_module
+from flax_spmd._src.hlo.counts import Collective, Counts, count_module, scaled
 from flax_spmd._src.hlo.parser import HloModule, parse
 from flax_spmd._src.text import size_text
 
@@ -60,7 +60,8 @@ def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
   What remains in doubt is the memory; all of it, where the walk gathers other arrays than the partitioned step.
   """
   flops = max(counts.flops, costs.counts.flops) if counts.opaque else counts.flops  # of kernels, too
-  known = costs.counts._replace(flops=flops, collectives=counts.collectives)
+  known = scaled(costs.counts, flops=flops / costs.counts.flops if costs.counts.flops else 1.0)
+  known = known._replace(flops=flops, collectives=counts.collectives)
   doubts, ours, theirs = costs.about_memory, _gathered(costs.counts), _gathered(counts)
   apart = sum(abs(ours.get(axes, 0.0) - theirs.get(axes, 0.0)) for axes in ours | theirs)
   if apart > _ALIKE * costs.memory:

@@ -20,6 +20,7 @@ from flax_spmd._src.hlo.flops import custom_call_target, flops
 from flax_spmd._src.hlo.hbm_traffic import traffic
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
 from flax_spmd._src.hlo.trip_counts import State, entering, trips, unchanging
+from flax_spmd._src.hlo.work import Product, Work
 
 
 class Counts(NamedTuple):
@@ -31,6 +32,8 @@ class Counts(NamedTuple):
     collectives: collectives, those with the most bytes on the wire first.
     opaque: name and number of runs of each custom call whose work is not counted.
     loops: name, number of trips, and `trip_counts.Trips.how` of each loop.
+    products: FLOPs and traffic of each product; those of a whole step are among `flops` and `hbm_bytes`.
+    kernels: number of operations that run and write to main memory.
   """
 
   flops: float
@@ -38,6 +41,8 @@ class Counts(NamedTuple):
   collectives: tuple[Collective, ...]
   opaque: tuple[tuple[str, int], ...]
   loops: tuple[tuple[str, int, str], ...]
+  products: tuple[Product, ...] = ()
+  kernels: float = 0.0
 
   def by_axis(self) -> dict[tuple[str, ...], float]:
     """Bytes on the wire per tuple of mesh axes, in descending order."""
@@ -80,11 +85,23 @@ def count_module(module: HloModule, mesh: Mapping[str, int]) -> Counts:
   return _Counter(module, mesh, started(module)).computation(module.main, {}).counts()
 
 
+def scaled(counts: Counts, flops: float = 1.0, hbm_bytes: float = 1.0, runs: float = 1.0) -> Counts:
+  """Counts with factors on the FLOPs and the traffic of every operation, and on the number of its runs."""
+  products = [
+    Product(one.flops * flops, one.hbm_bytes * hbm_bytes, one.runs * runs) for one in counts.products
+  ]
+  return counts._replace(
+    flops=counts.flops * flops * runs,
+    hbm_bytes=counts.hbm_bytes * hbm_bytes * runs,
+    products=tuple(products),
+    kernels=counts.kernels * runs,
+  )
+
+
 class _Tally(NamedTuple):
   """The work of one run of a part of a program."""
 
-  flops: float = 0
-  hbm: float = 0
+  work: Work
   collectives: tuple[Collective, ...] = ()
   opaque: tuple[tuple[str, int], ...] = ()
   loops: tuple[tuple[str, int, str], ...] = ()
@@ -95,30 +112,47 @@ class _Tally(NamedTuple):
       one._replace(times=one.times * number, wire=one.wire * number) for one in self.collectives
     ]
     opaque = [(name, runs * number) for name, runs in self.opaque]
-    return _Tally(self.flops * number, self.hbm * number, tuple(collectives), tuple(opaque), self.loops)
+    work = Work()
+    work.extend(self.work, number)
+    return _Tally(work, tuple(collectives), tuple(opaque), self.loops)
 
   @property
   def size(self) -> tuple[float, float, float]:
     """Sort key for the branches of a conditional."""
-    return self.flops, sum(one.wire for one in self.collectives), self.hbm
+    return self.work.flops, sum(one.wire for one in self.collectives), self.work.hbm_bytes
 
   def counts(self) -> Counts:
     """The final counts, without operations that never run."""
     collectives = sorted((one for one in self.collectives if one.times), key=lambda one: -one.wire)
     opaque = {name: int(runs) for name, runs in _summed(self.opaque).items() if runs}
-    return Counts(self.flops, self.hbm, tuple(collectives), tuple(opaque.items()), self.loops)
+    work = self.work
+    return Counts(
+      work.flops,
+      work.hbm_bytes,
+      tuple(collectives),
+      tuple(opaque.items()),
+      self.loops,
+      work.products,
+      work.kernels,
+    )
 
 
 def _total(tallies: Iterable[_Tally]) -> _Tally:
   """The sum of several parts."""
-  flops, hbm, collectives, opaque, loops = 0.0, 0.0, [], [], []
+  work, collectives, opaque, loops = Work(), [], [], []
   for tally in tallies:
-    flops += tally.flops
-    hbm += tally.hbm
+    work.extend(tally.work)
     collectives += tally.collectives
     opaque += tally.opaque
     loops += tally.loops
-  return _Tally(flops, hbm, tuple(collectives), tuple(opaque), tuple(loops))
+  return _Tally(work, tuple(collectives), tuple(opaque), tuple(loops))
+
+
+def _of_kernel(flops: float, hbm_bytes: float) -> _Tally:
+  """The work of one operation."""
+  work = Work()
+  work.add(flops, hbm_bytes, 1)
+  return _Tally(work)
 
 
 class _Counter(NamedTuple):
@@ -145,14 +179,18 @@ class _Counter(NamedTuple):
       return self._loop(one, inside, state)
     if op == 'conditional':
       branches = one.called('branch_computations', 'true_computation', 'false_computation')
-      return max(self._called(branches, fused), key=lambda branch: branch.size, default=_Tally())
-    moved = _Tally(hbm=0 if fused else traffic(one, inside, self.module))
+      return max(self._called(branches, fused), key=lambda branch: branch.size, default=_Tally(Work()))
+    moved = 0 if fused else traffic(one, inside, self.module)
     if kind_of(one):
-      return _total([moved, self._collective(one, inside, fused)])
+      return self._collective(one, inside, fused, moved)
     if op in ('fusion', 'call', 'async'):
-      called = one.called('calls', 'to_apply')[:1]
-      return _total([moved, *self._called(called, fused or op == 'fusion')])
-    return _total([moved, _computed(one, inside)])
+      called = _total(self._called(one.called('calls', 'to_apply')[:1], fused or op == 'fusion'))
+      if op != 'fusion':
+        return called
+      return called._replace(work=_of_kernel(called.work.flops, moved).work)
+    work = flops(one, inside)
+    opaque = ((custom_call_target(one) or one.op, 1),) if work is None else ()
+    return _of_kernel(work or 0, moved)._replace(opaque=opaque)
 
   def _called(self, names: Iterable[str], fused: bool) -> list[_Tally]:
     """The work of each of some computations."""
@@ -164,21 +202,18 @@ class _Counter(NamedTuple):
     count = trips(loop, inside, self.module, state)
     kept = unchanging(loop, self.module, entering(loop, inside, self.module, state))
     body = self.module.computations.get(loop.computation('body'))
-    inner = self.computation(body, kept) if body else _Tally()
-    return _total([_Tally(loops=((loop.name, count.number, count.how),)), inner.times(count.number)])
+    inner = self.computation(body, kept) if body else _Tally(Work())
+    own = (loop.name, count.number, count.how)
+    return _total([_Tally(Work(), loops=(own,)), inner.times(count.number)])
 
-  def _collective(self, one: Instruction, inside: Computation, fused: bool) -> _Tally:
-    """A collective, or nothing if it is a copy of another one or stays within one device."""
+  def _collective(self, one: Instruction, inside: Computation, fused: bool, moved: float) -> _Tally:
+    """A collective; only its traffic if it is a copy of another one or stays within one device."""
+    work = Work()
+    work.hbm_bytes = moved
     if fused and continues(one, inside, self.begun):
-      return _Tally()
+      return _Tally(work)
     counted = collective(one, inside, self.module, self.mesh, fused)
-    return _Tally(collectives=(counted,)) if counted else _Tally()
-
-
-def _computed(one: Instruction, inside: Computation) -> _Tally:
-  """The FLOPs of an instruction that calls no computation."""
-  work = flops(one, inside)
-  return _Tally(work) if work is not None else _Tally(opaque=((custom_call_target(one) or one.op, 1),))
+    return _Tally(work, (counted,) if counted else ())
 
 
 def _summed(pairs: Iterable[tuple]) -> dict:

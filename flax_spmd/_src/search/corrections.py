@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome
-from flax_spmd._src.hlo.counts import Collective
+from flax_spmd._src.hlo.counts import Collective, scaled
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
@@ -33,12 +33,9 @@ def corrected(
   factors = {name: factor for name, factor in check.factors.items() if name in kept}
   temporaries = int(outcome.memory.temporaries * factors.get('temporaries', 1.0))
   peak = corrected_peak(outcome, factors)
-  counts = outcome.counts._replace(
-    flops=outcome.counts.flops * factors.get('flops', 1.0),
-    hbm_bytes=outcome.counts.hbm_bytes * factors.get('hbm', 1.0),
-    collectives=tuple(
-      _scaled(one, factors.get(class_of(one), 1.0)) for one in outcome.counts.collectives
-    ),
+  counts = scaled(outcome.counts, factors.get('flops', 1.0), factors.get('hbm', 1.0))
+  counts = counts._replace(
+    collectives=tuple(_scaled(one, factors.get(class_of(one), 1.0)) for one in counts.collectives)
   )
   return outcome._replace(
     memory=outcome.memory._replace(temporaries=temporaries, peak=peak),

@@ -22,10 +22,11 @@ from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.work import Product
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.versions import installed_version
 
-FORMAT = 2
+FORMAT = 3
 PACKAGE = Path(__file__).parents[2]  # flax_spmd
 
 
@@ -176,7 +177,7 @@ def _outcome(name: str, layout: Layout, content: dict[str, Any]) -> Outcome | No
       name=name,
       layout=layout,
       memory=memory and Memory(*memory),
-      counts=counts and Counts(*map(_tuples, counts))._replace(collectives=collectives),
+      counts=counts and _counts(counts)._replace(collectives=collectives),
       cost=cost and Cost(*cost)._replace(links=links),
       fits=content['fits'],
       error=content['error'],
@@ -187,6 +188,11 @@ def _outcome(name: str, layout: Layout, content: dict[str, Any]) -> Outcome | No
     )
   except (KeyError, TypeError, ValueError):
     return None
+
+
+def _counts(fields: list[Any]) -> Counts:
+  counts = Counts(*map(_tuples, fields))
+  return counts._replace(products=tuple(Product(*one) for one in counts.products))
 
 
 def _collective(fields: list[Any]) -> Collective:

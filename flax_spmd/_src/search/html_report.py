@@ -9,7 +9,7 @@ from flax_spmd._src.compare import html_report as comparison_report
 from flax_spmd._src.compare.chart_labels import free_place, size_unit, ticks
 from flax_spmd._src.compare.html import safe, section, svg, table
 from flax_spmd._src.compare.outcome import Outcome
-from flax_spmd._src.search.trials import mean_seconds
+from flax_spmd._src.search.trials import expected_seconds
 from flax_spmd._src.text import size_text, time_text
 
 if TYPE_CHECKING:
@@ -60,13 +60,17 @@ def _scatter(result: SearchResult) -> str:
   A budget of three times the largest estimate or more is left out.
   """
   known = [one for one in result.estimates if one.cost and one.memory]
-  fastest = min((mean_seconds(one) for one in known), default=0.0)
-  shown = [one for one in known if mean_seconds(one) <= 4 * fastest and _peak(one) <= 2 * result.memory]
+  fastest = min((expected_seconds(one) for one in known), default=0.0)
+  shown = [
+    one for one in known if expected_seconds(one) <= 4 * fastest and _peak(one) <= 2 * result.memory
+  ]
   if not shown:
     return ''
   largest = max(map(_peak, shown))
   far = result.memory > 3 * largest  # then the budget would press all dots to the left
-  plane = _Plane(1.05 * largest if far else max(largest, result.memory), max(map(mean_seconds, shown)))
+  plane = _Plane(
+    1.05 * largest if far else max(largest, result.memory), max(map(expected_seconds, shown))
+  )
   names = {one.name for one in result.pareto}
   front = sorted((one for one in shown if one.name in names), key=_peak)
   others = [one for one in shown if one.name not in names]
@@ -117,7 +121,7 @@ class _Plane(NamedTuple):
 
 
 def _dot(one: Outcome, plane: _Plane, radius: int, faint: str = '') -> str:
-  left, top = plane.x(_peak(one)), plane.y(mean_seconds(one))
+  left, top = plane.x(_peak(one)), plane.y(expected_seconds(one))
   title = f'<title>{safe(_described(one))}</title>'
   return f'<circle cx="{left:.1f}" cy="{top:.1f}" r="{radius}"{faint}>{title}</circle>'
 
@@ -127,13 +131,13 @@ def _numbers(front: Sequence[Outcome], plane: _Plane) -> Iterable[str]:
   taken: list[tuple[float, float]] = []
   for number, one in enumerate(front, 1):
     left = plane.x(_peak(one)) + 7
-    top = free_place(left, plane.y(mean_seconds(one)) - 5, f'{number}', taken, -14)
+    top = free_place(left, plane.y(expected_seconds(one)) - 5, f'{number}', taken, -14)
     yield f'<text x="{left:.1f}" y="{top:.1f}">{number}</text>'
 
 
 def _described(one: Outcome) -> str:
   memory = one.memory.text(one.memory.peak) if one.memory else '?'
-  return f'{one.name}: {memory}, {time_text(mean_seconds(one))}'
+  return f'{one.name}: {memory}, {time_text(expected_seconds(one))}'
 
 
 def _peak(outcome: Outcome) -> int:

@@ -19,7 +19,7 @@ from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.hardware import Target, share
 from flax_spmd._src.compare.outcome import ESTIMATED, Memory, Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline, cut_pipeline
-from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.counts import Counts, scaled
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -249,6 +249,7 @@ def rank_cost(plain: Cost, ranks: int, bubble: float) -> Cost:
     plain.memory / ranks,
     links,
     plain.low * longer,
+    plain.expected * longer,
     plain.high * longer,
     plain.bound,
   )
@@ -257,4 +258,4 @@ def rank_cost(plain: Cost, ranks: int, bubble: float) -> Cost:
 def _rank_counts(plain: Counts, ranks: int) -> Counts:
   """A rank's share of the work and of the bytes on the wire."""
   sent = tuple(one._replace(wire=one.wire / ranks) for one in plain.collectives)
-  return plain._replace(flops=plain.flops / ranks, hbm_bytes=plain.hbm_bytes / ranks, collectives=sent)
+  return scaled(plain, runs=1 / ranks)._replace(collectives=sent)

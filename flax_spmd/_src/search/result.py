@@ -25,7 +25,7 @@ from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.html_report import page, signed_size
-from flax_spmd._src.search.trials import mean_seconds
+from flax_spmd._src.search.trials import expected_seconds
 from flax_spmd._src.text import size_text, time_text
 from flax_spmd._src.text_table import plain_text
 
@@ -274,7 +274,7 @@ def ranks_of(outcomes: Sequence[Outcome]) -> list[str]:
 
 def _is_tie(first: Outcome, other: Outcome) -> bool:
   """Whether two outcomes are equally fast."""
-  one, two = mean_seconds(first), mean_seconds(other)
+  one, two = expected_seconds(first), expected_seconds(other)
   return abs(two - one) < NOISE * one if one < float('inf') else first.cost is other.cost is None
 
 
@@ -283,7 +283,7 @@ def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
   front: list[Outcome] = []
   peak = lambda one: one.memory.peak if one.memory else 0
   timed = (one for one in outcomes if one.cost)
-  for one in sorted(timed, key=lambda one: (mean_seconds(one), peak(one))):
+  for one in sorted(timed, key=lambda one: (expected_seconds(one), peak(one))):
     if not front or peak(one) < peak(front[-1]):
       front.append(one)
   return front

@@ -6,7 +6,7 @@ from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.result import RuleEffect
-from flax_spmd._src.search.trials import Trials, mean_seconds
+from flax_spmd._src.search.trials import Trials, expected_seconds
 
 
 def rule_effects(candidate: Candidate, trials: Trials) -> list[RuleEffect]:
@@ -25,4 +25,4 @@ def _effect(clause: object, whole: Outcome, without: Outcome) -> RuleEffect:
   if without.memory is None or whole.memory is None:
     return RuleEffect(clause, 0, 0.0, without.error)
   memory = without.memory.peak - whole.memory.peak
-  return RuleEffect(clause, memory, mean_seconds(without) / mean_seconds(whole) - 1)
+  return RuleEffect(clause, memory, expected_seconds(without) / expected_seconds(whole) - 1)

@@ -18,7 +18,7 @@ from flax_spmd._src.search.rule_effects import rule_effects
 from flax_spmd._src.search.selection import SLACK, Selection
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.starts import StartingPoint, starting_points
-from flax_spmd._src.search.trials import Trials, chunks, mean_seconds
+from flax_spmd._src.search.trials import Trials, chunks, expected_seconds
 from flax_spmd._src.text import plural, size_text, time_text
 from flax_spmd.errors import InfeasibleError, SearchError
 
@@ -333,4 +333,4 @@ def _text_if_best(candidate: Candidate, trials: Trials) -> str:
     return ''
   outcome = trials.estimated[candidate]
   peak = size_text(outcome.memory.peak) if outcome.memory else '?'
-  return f'{time_text(mean_seconds(outcome))}, {peak}: {outcome.name}'
+  return f'{time_text(expected_seconds(outcome))}, {peak}: {outcome.name}'

@@ -11,7 +11,7 @@ from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_check import traffic
 from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.trials import Trials, fits, mean_seconds, penalized_seconds
+from flax_spmd._src.search.trials import Trials, expected_seconds, fits, penalized_seconds
 from flax_spmd._src.text import size_text
 
 SLACK = 0.1  # relative error of estimated memory to allow for
@@ -89,7 +89,7 @@ class Selection(NamedTuple):
   def offload(self) -> None:
     """Estimates the smallest candidates with all arrays in the host's memory that may be there, if none fits."""
     paths = self.space.constraints.host
-    if paths and not self.distinct(0.0, mean_seconds):
+    if paths and not self.distinct(0.0, expected_seconds):
       for one in self.smallest(_OFFLOADED):
         self.trials.outcome(one._replace(on_host=paths))
 
@@ -97,14 +97,14 @@ class Selection(NamedTuple):
     """The best mesh of each preset, unless it does not fit or is certainly far slower than the best."""
     best: dict[str, Candidate] = {}
     fitting = self._fitting
-    shortest = min((mean_seconds(one) for one in fitting.values()), default=0.0)
+    shortest = min((expected_seconds(one) for one in fitting.values()), default=0.0)
     for candidate, name in self.presets.items():
       one = fitting.get(candidate)
       if one is None:
         continue
-      if not one.doubts and mean_seconds(one) > _HOPELESS * shortest:
+      if not one.doubts and expected_seconds(one) > _HOPELESS * shortest:
         continue
-      if name not in best or mean_seconds(one) < mean_seconds(fitting[best[name]]):
+      if name not in best or expected_seconds(one) < expected_seconds(fitting[best[name]]):
         best[name] = candidate
     distinct = {_figures(fitting[candidate]): candidate for candidate in reversed(best.values())}
     return list(reversed(distinct.values()))
@@ -121,7 +121,7 @@ class Selection(NamedTuple):
 
   def shown(self) -> dict[Candidate, Outcome]:
     """The outcomes to show if nothing was compiled: the best estimates, and the best of each preset."""
-    best, *others = self.distinct(0.0, mean_seconds)[: max(self.top, _SHOWN)] or [None]
+    best, *others = self.distinct(0.0, expected_seconds)[: max(self.top, _SHOWN)] or [None]
     plain = [] if best is None else [simplified(best, self.trials.estimated_cost, self.space.simpler)]
     return {one: self.trials.outcome(one) for one in [*plain, *others, *self.best_presets()]}
 
@@ -155,7 +155,7 @@ class Selection(NamedTuple):
 
 def _priority(outcome: Outcome) -> float:
   """Sort key of the candidates to compile: time, with a bonus for doubtful estimates."""
-  return mean_seconds(outcome) * (_DOUBT_BONUS if outcome.doubts else 1.0)
+  return expected_seconds(outcome) * (_DOUBT_BONUS if outcome.doubts else 1.0)
 
 
 def _figures(outcome: Outcome) -> Any:

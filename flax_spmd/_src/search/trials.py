@@ -354,11 +354,9 @@ def _relative(outcomes: Sequence[Outcome], variant: TaskVariant, first: TaskVari
   return [one._replace(batch=batch) for one in outcomes]
 
 
-def mean_seconds(outcome: Outcome) -> float:
-  """The geometric mean of a time bracket, in seconds for the first choice's batch; infinite if there is no bracket."""
-  if outcome.cost is None:
-    return float('inf')
-  return (outcome.cost.low * outcome.cost.high) ** 0.5 / outcome.batch
+def expected_seconds(outcome: Outcome) -> float:
+  """The expected time of a step, in seconds for the first choice's batch; infinite if there are no costs."""
+  return float('inf') if outcome.cost is None else outcome.cost.expected / outcome.batch
 
 
 def penalized_seconds(outcome: Outcome, memory: int) -> float:
@@ -366,7 +364,7 @@ def penalized_seconds(outcome: Outcome, memory: int) -> float:
   if outcome.memory is None or outcome.cost is None:
     return float('inf')
   excess = outcome.memory.peak / memory - 1
-  return mean_seconds(outcome) * (_MISFIT * (1 + excess) if excess > 0 else 1.0)
+  return expected_seconds(outcome) * (_MISFIT * (1 + excess) if excess > 0 else 1.0)
 
 
 def fits(outcome: Outcome, memory: int, slack: float = 0.0) -> bool:
