@@ -71,6 +71,7 @@ _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _REMEMBERED = 2**15  # requirements, and collectives, for each mesh
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+_RESHAPE = 'reshape'
 _IDENTITIES = (*_CONSTRAINTS, BARRIER)  # their results are their operands, one by one
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
 _HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
@@ -335,6 +336,7 @@ class _CostWalk:
     self.constrained: dict[int, int] = {}  # by the result of a constraint, the value that is gathered
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
+    self.views: set[int] = set()  # arguments of blocks in another shape
     self.gathered_bytes = 0.0  # by the current operation
     self.padded = 0.0  # bytes of a gathered operand that the current operation pads
     self.products: dict[int, float] = {}  # by operand that is no weight, bytes of its last product
@@ -376,6 +378,8 @@ class _CostWalk:
       self.gathered_bytes = self.padded = self.flops = 0.0
       self.needed_until = live.needed[index]
       inner_peak = self._op(op, live.inner[index], times)
+      if self._is_view(op, block):
+        self.views.add(op.results[0])
       self.combiner.add_dependences(op.results, op.operands)
       written, reads, ending = live.written[index], live.reads[index], live.ending[index]
       for value in written:
@@ -387,10 +391,13 @@ class _CostWalk:
       moved = sum(map(self._bytes, written if op.blocks else (*written, *reads)))
       self.work.add(0.0 if op.blocks else self.flops, moved, times)
       if op.kind == 'while':  # its buffers reuse those of operands that end here
-        for operand, result in zip(map(self._before_transposes, op.operands), op.results):
+        for number, result in enumerate(op.results):
+          operand = self._before_transposes(op.operands[number])
           if operand in alive and operand in ending:
             now -= alive.pop(operand)
-          alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
+          is_read = op.blocks[1].returned[number] == op.blocks[1].arguments[number]
+          is_stored = operand in block.arguments or (is_read and operand in self.views)
+          alive[result] = 0.0 if is_stored else self._bytes(result)
           now += alive[result]
       reused = self._reused(op, live, index, alive)
       present = now - reused + inner_peak + self.gathered_bytes
@@ -462,6 +469,19 @@ class _CostWalk:
     if results and not self.loop:
       ends += [(self.values[value].dtype, size) for value, size in self.copies.ending(index)]
     return sum(size for dtype, size in results if (dtype, size) in ends)
+
+  def _is_view(self, op: Op, block: Block) -> bool:
+    """Whether an operation only changes the shape of an argument of its block, and of its shards."""
+    if op.kind not in (_RESHAPE, *_CONSTRAINTS):
+      return False
+    operand, result = op.operands[0], op.results[0]
+    if operand not in block.arguments and operand not in self.views:
+      return False
+    if op.kind != _RESHAPE:
+      return self.specs[operand] == self.specs[result]
+    required = self._required(op)
+    is_local = required.operands[0] in (None, self.specs[operand])
+    return is_local and required.natural_sharding == self.specs[result]
 
   def _before_transposes(self, value: int) -> int:
     """The array that a loop's operand is a transpose of: on GPUs no copy, as its layout is free."""
