@@ -11,19 +11,28 @@ looks at it once a second. It raises
 
 The thread stays blocked after such an error, as no device program can be cancelled. So later steps of these processes
 are an error. The interpreter would wait for the thread at its end, so the process then leaves at once.
+
+On GPUs and TPUs a step returns before its transfers end. Then a thread looks on until they have. It writes an error to
+stderr, and the next step raises it. A caller that reads a result of a stalled transfer stays blocked and makes no
+step, so the process leaves a few seconds after the timeout.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import contextvars
+import functools
 import json
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
+from concurrent.futures import wait as first_done
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +43,9 @@ from flax_spmd._src.multihost import named, ranges
 from flax_spmd.errors import FlaxSpmdError, PipelineError
 
 _LOOK = 1.0  # seconds between two looks at the thread
-_ANSWER = 5 * _LOOK  # seconds after the timeout in which process 0 may still answer
+_ANSWER = 5 * _LOOK  # seconds after the timeout in which process 0 may answer, or a step raise the error
 _LEADER_STAYS = 3 * _LOOK
+_AHEAD = 2  # steps that may have returned before their transfers have ended
 _WAITS = 'flax_spmd/pipeline waits'
 
 
@@ -57,12 +67,14 @@ class TransferProgress:
   """The transfers that the threads of a step are in.
 
   Attributes:
-    failed: the transfer that raised an error, and the error.
+    failed: has the result, once a transfer has raised an error: the first that did, and its error.
+    last: is done when all transfers have ended that were dispatched; None if dispatch waits for them.
   """
 
   def __init__(self) -> None:
     self._running: dict[int, tuple[Wait, float]] = {}  # by thread
-    self.failed: tuple[Wait, BaseException] | None = None
+    self.failed: Future[tuple[Wait, BaseException]] = Future()
+    self.last: Future[Any] | None = None
 
   @property
   def current(self) -> tuple[Wait, float] | None:
@@ -77,7 +89,8 @@ class TransferProgress:
     try:
       yield
     except BaseException as error:
-      self.failed = wait, error
+      with contextlib.suppress(InvalidStateError):  # others fail because of the first
+        self.failed.set_result((wait, error))
       raise
     finally:
       del self._running[thread]
@@ -85,6 +98,14 @@ class TransferProgress:
 
 _failed: dict[int, BaseException] = {}
 """The error of a failed step, by the other processes that took part in it."""
+
+_keeping = threading.Lock()
+_raised = threading.Event()
+"""Whether a step has raised it."""
+
+_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+_blocked: list[Callable[[], bool]] = []
+"""Whether what failed steps have left behind would block the end of the process."""
 
 
 class RankWatch:
@@ -103,6 +124,8 @@ class RankWatch:
     self._subject, self._processes = subject, processes
     self._timeout, self._progress = timeout, progress
     self._published = ''
+    self._returned: collections.deque[tuple[Future[Any], _DaemonThread]] = collections.deque()
+    _watches.add(self)
 
   def run(self, step: Callable[[], Any], check: Callable[[], None]) -> Any:
     """The result of a step.
@@ -137,6 +160,9 @@ class RankWatch:
   def _check_earlier_steps(self) -> None:
     """Raises if a step that this process shares with another one of these has failed."""
     found = self.earlier_failure
+    if found is not None and not _raised.is_set():
+      _raised.set()
+      raise found  # found when its step had returned
     if found is not None:
       raise PipelineError(
         f'{self._subject}: an earlier step of these processes has failed, and transfers between them are unfinished: '
@@ -144,27 +170,88 @@ class RankWatch:
       ) from found
 
   def _watched(self, step: Callable[[], Any], call: JointCall) -> Any:
-    thread, look = _DaemonThread('pipeline step', compat.with_settings(step)), None
+    earlier = [self._returned.popleft()[0]] if len(self._returned) == _AHEAD else []
+
+    def run() -> Any:
+      first_done(earlier)
+      return step()
+
+    thread = _DaemonThread('pipeline step', compat.with_settings(run))
     try:
-      while not thread.done.wait(_LOOK):
-        look = look or self._look(call)
-        if look.done.wait(_LOOK):
-          if error := look.error or look.result:
-            raise error
-          look = None
-        elif self._waited() >= self._timeout + _ANSWER:
-          call.abandon()
-          raise self._unanswered()
-      if look is not None:
-        look.done.wait(_LOOK)  # it publishes, too
-      self._publish('')
+      self._watch(call, thread.done.wait)
       if thread.error is not None:
         raise self._explained(thread.error)
     except BaseException as error:  # KeyboardInterrupt, too
-      _failed.update((each, error) for each in self._processes if each != jax.process_index())
-      _leave_at_exit(lambda: thread.is_alive() or self._progress.current is not None)
+      _raised.set()
+      self._keep(error, thread)
       raise
+    last = self._progress.last
+    if last is not None and not last.done():
+      thread_after = _DaemonThread('pipeline watch', lambda: self._follow(call, last))
+      self._returned.append((last, thread_after))
     return thread.result
+
+  def _follow(self, call: JointCall, last: Future[Any]) -> None:
+    """Looks at the other processes until the transfers of a step that has returned have ended."""
+    failed = self._progress.failed
+
+    def ended(seconds: float) -> bool:
+      return bool(first_done([last, failed], seconds, FIRST_COMPLETED).done)
+
+    try:
+      self._watch(call, ended)
+      if failed.done():
+        raise self._explained(failed.result()[1])
+    except BaseException as error:
+      if self._keep(error):
+        print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        _DaemonThread('pipeline watch', functools.partial(call.fail, error))
+    while not last.done() and not _raised.wait(_LOOK):
+      if self._waited() >= self._timeout + _ANSWER:
+        print(
+          f'{self._subject}: process {jax.process_index()} leaves, as a transfer is unfinished and no step has '
+          'raised the error above.',
+          file=sys.stderr,
+        )
+        _leave()
+
+  def _watch(self, call: JointCall, ended: Callable[[float], bool]) -> None:
+    """Looks at the other processes until a step has ended.
+
+    Args:
+      call: the step.
+      ended: waits for some seconds; returns whether it has ended.
+
+    Raises:
+      PipelineError: the step cannot end.
+      FlaxSpmdError: another process has raised it.
+    """
+    look = None
+    while not ended(_LOOK):
+      look = look or self._look(call)
+      if look.done.wait(_LOOK):
+        if error := look.error or look.result or self.earlier_failure:
+          raise error
+        look = None
+      elif self._waited() >= self._timeout + _ANSWER:
+        call.abandon()
+        raise self._unanswered()
+    if look is not None:
+      look.done.wait(_LOOK)  # it publishes, too
+    if self._progress.current is None:
+      self._publish('')
+
+  def _keep(self, error: BaseException, thread: _DaemonThread | None = None) -> bool:
+    """Keeps the first error for later steps and for the end of the process; returns whether it is the first."""
+    progress = self._progress
+    with _keeping:
+      first = self.earlier_failure is None
+      if first:
+        _failed.update((each, error) for each in self._processes if each != jax.process_index())
+    _blocked.append(
+      lambda: bool(progress.current or (thread and thread.is_alive())) or progress.failed.done()
+    )
+    return first
 
   def _look(self, call: JointCall) -> _DaemonThread:
     """A look at the other processes, which never ends while process 0 is stopped; the result is the error to raise."""
@@ -187,16 +274,17 @@ class RankWatch:
     )
 
   def _explained(self, error: BaseException) -> BaseException:
-    """The error of a step; that of a transfer names the rank at its other end."""
-    wait, cause = self._progress.failed or (None, None)
-    if wait is None or cause is not error or isinstance(error, FlaxSpmdError):
+    """The error of a step; where a transfer has failed, it names the rank at its other end."""
+    wait, cause = self._progress.failed.result() if self._progress.failed.done() else (None, None)
+    of_transfer = error is cause or isinstance(error, jax.errors.JaxRuntimeError)
+    if wait is None or cause is None or isinstance(cause, FlaxSpmdError) or not of_transfer:
       return error
     explained = PipelineError(
       f'{self._place(wait)} has ended, or the connection to it: {self._here(wait)}, and it failed: '
-      f'{first_line(error)}.\n'
+      f'{first_line(cause)}.\n'
       'Fix: see the end of its output; then restart all processes from the newest checkpoint.'
     )
-    explained.__cause__ = error
+    explained.__cause__ = cause
     return explained
 
   def _overdue(self) -> PipelineError | None:
@@ -269,18 +357,22 @@ class _DaemonThread(threading.Thread):
       self.done.set()
 
 
-def _leave_at_exit(is_blocked: Callable[[], bool]) -> None:
-  """Ends the process without waiting for a thread, if one is still blocked when the interpreter ends.
+@atexit.register
+def _leave_if_blocked() -> None:
+  """Ends the process without waiting for a thread that is blocked, or for a process that has ended."""
+  for thread in [thread for watch in _watches for _, thread in watch._returned]:
+    thread.done.wait(_LOOK)  # it may have an error to write
+  if any(is_blocked() for is_blocked in _blocked):
+    _leave()
+
+
+def _leave() -> None:
+  """Ends the process at once.
 
   JAX aborts all other processes when process 0 ends, so that one leaves them the time to raise their own errors.
   """
-
-  def leave() -> None:
-    if is_blocked():
-      if jax.process_index() == 0:
-        time.sleep(_LEADER_STAYS)
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(1)
-
-  atexit.register(leave)
+  if jax.process_index() == 0:
+    time.sleep(_LEADER_STAYS)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(1)
