@@ -1,9 +1,15 @@
 """Ranks of other processes that die, stall or make another call: an error that names the rank and the transfer."""
 
 import re
+import threading
+import time
 
+import jax
 import pytest
 
+import flax_spmd as spmd
+from flax_spmd._src.pipeline.run import process_transfer
+from flax_spmd._src.pipeline.run.rank_watch import Wait
 from tests.processes import JAX_COPIES, run_processes
 
 STEP = """
@@ -165,6 +171,164 @@ for number in range(100_000):
   )
 
 
+RETURNS_EARLY = (
+  JAX_COPIES
+  + """
+from flax_spmd._src.pipeline.run.process_transfer import CrossHostCopy
+make = CrossHostCopy.__init__
+
+def made(self, *args):
+  make(self, *args)
+  self.has_to_wait = False
+
+CrossHostCopy.__init__ = made
+"""
+)
+"""Source that dispatches transfers as GPUs do: a step returns before they have ended."""
+
+STALLED = re.compile(
+  r'pipeline_jit of train_step: rank 1, of process 1, is stalled: process 0 waited in the transfer '
+  r'"rank \d -> rank \d: float32\[2,8\] of microbatch \d" for 2 s\.\n'
+  r'Fix: check whether that process is stuck, stopped or outside of the step \(loading data, say\), and restart all '
+  r'processes from the newest checkpoint; pass a longer timeout= to pipeline_jit if it is only slow\.'
+)
+ENDED = re.compile(
+  r'pipeline_jit of train_step: rank 1, of process 1, has ended, or the connection to it: process 0 waited in the '
+  r'transfer "rank \d -> rank \d: float32\[2,8\] of microbatch \d", and it failed: .+\.\n'
+  r'Fix: see the end of its output; then restart all processes from the newest checkpoint\.'
+)
+
+
+def test_a_caller_that_reads_a_result_of_a_stalled_rank_leaves():
+  """Nothing can interrupt it: the process says why, and ends."""
+  source = """
+for number in range(3):
+  if number == 2 and me == 1:
+    time.sleep(30)
+  w, value = step(w, batch)
+  report(number)
+  float(value)
+report('went on')
+"""
+  waiting, _ = run(source, 2, 2, RETURNS_EARLY, check=False)
+  assert waiting.returncode == 1 and waiting.value == 2
+  error, _, last = waiting.stderr.strip().rpartition('\n')
+  assert STALLED.fullmatch(error.removeprefix('PipelineError: ')), waiting.stderr
+  assert last == (
+    'pipeline_jit of train_step: process 0 leaves, as a transfer is unfinished and no step has raised the error above.'
+  )
+
+
+def test_a_stalled_rank_is_named_by_a_step_before_many_have_returned():
+  source = """
+for number in range(9):
+  if number == 2 and me == 1:
+    time.sleep(30)
+  begin = time.monotonic()
+  try:
+    w, value = step(w, batch)
+  except spmd.errors.PipelineError as error:
+    report([number, time.monotonic() - begin, str(error)])
+    break
+"""
+  waiting, _ = run(source, 2, 2, RETURNS_EARLY, check=False)
+  number, seconds, text = waiting.value
+  assert number <= 4 and seconds < 6  # two may return before their transfers have ended
+  assert STALLED.fullmatch(text), text
+  assert waiting.returncode == 1
+
+
+def test_a_rank_that_dies_after_the_step_has_returned_is_named():
+  """Reading the result raises JAX's error. The reason is on stderr, and the next step raises it."""
+  source = """
+for number in range(100):
+  w, value = step(w, batch)
+  if number == 2 and me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  try:
+    float(value)
+  except jax.errors.JaxRuntimeError:
+    break
+time.sleep(1)  # the watch learns it later than the caller by milliseconds
+errors = []
+for _ in range(2):
+  try:
+    step(w, batch)
+  except spmd.errors.PipelineError as error:
+    errors.append(str(error))
+report(errors)
+"""
+  survivor, victim = run(source, 2, 20, RETURNS_EARLY, check=False, grace=30)
+  assert victim.returncode == -9 and survivor.returncode == 1
+  first, second = survivor.value
+  assert ENDED.fullmatch(first), first
+  assert f'PipelineError: {first}\n' in survivor.stderr
+  assert second == (
+    'pipeline_jit of train_step: an earlier step of these processes has failed, and transfers between them are '
+    f'unfinished: {first.splitlines()[0]}\nFix: restart all processes from the newest checkpoint.'
+  )
+
+
+def test_a_process_that_ends_after_the_error_of_jax_has_said_why():
+  source = """
+for number in range(100):
+  w, value = step(w, batch)
+  if number == 2 and me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  try:
+    float(value)
+  except jax.errors.JaxRuntimeError:
+    break
+"""
+  survivor, _ = run(source, 2, 20, RETURNS_EARLY, check=False, grace=30)
+  assert survivor.returncode == 1
+  reason = re.search(r'(?m)^PipelineError: (.*\n.*)', survivor.stderr)
+  assert reason and ENDED.fullmatch(reason[1]), survivor.stderr
+
+
+def test_a_slow_evaluation_and_an_early_end_are_no_stall():
+  """Both take longer than the timeout after a step; one reads its last result long after the other has ended."""
+  source = """
+w, value = step(w, batch)
+time.sleep(8)
+w, value = step(w, batch)
+if me == 0:
+  time.sleep(3)
+report(float(value))
+"""
+  results = run(source, 2, 2, RETURNS_EARLY, grace=30)
+  assert results[0].value == results[1].value
+  assert not any('PipelineError' in result.stderr for result in results)
+
+
+def test_the_time_of_a_transfer_begins_after_the_programs_before_it(monkeypatch):
+  """Those of a long evaluation, say, that the device runs first."""
+
+  class Ending:
+    def __init__(self):
+      self.event = threading.Event()
+
+    def block_until_ready(self):
+      self.event.wait()
+
+  wait, before, transfer, later = Wait(1, (1,), 'a transfer'), Ending(), Ending(), Ending()
+  monkeypatch.setattr(process_transfer, '_arrival', lambda arrays: before)
+  layout = spmd.Layout({'stage': 2})
+  transfers = process_transfer.ProcessTransfers(layout.mesh, 'stage')
+  for each in (transfer, later):
+    assert transfers.followed(wait, jax.devices()[0], lambda each=each: (['array'], each)) == ['array']
+  time.sleep(0.1)
+  assert transfers.progress.current is None
+  before.event.set()
+  while transfers.progress.current is None:
+    time.sleep(0.01)
+  assert transfers.progress.current[0] is wait and not transfers.progress.last.done()
+  transfer.event.set()
+  later.event.set()
+  transfers.progress.last.result(timeout=10)
+  assert transfers.progress.current is None and not transfers.progress.failed.done()
+
+
 def test_a_process_that_compiles_anew_is_told():
   """One process passes a batch of another shape in the third step."""
   source = """
@@ -214,8 +378,6 @@ def test_copies_by_jax_need_no_collectives():
 
 @pytest.mark.parametrize('timeout', [0, -1, None, True, '30'])
 def test_timeouts_that_are_no_seconds(timeout):
-  import flax_spmd as spmd
-
   with pytest.raises(spmd.errors.PipelineError) as caught:
     spmd.Layout({'stage': 2}).pipeline_jit(lambda x: x, timeout=timeout)
   assert str(caught.value) == (

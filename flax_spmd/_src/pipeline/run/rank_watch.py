@@ -179,8 +179,8 @@ class RankWatch:
     thread = _DaemonThread('pipeline step', compat.with_settings(run))
     try:
       self._watch(call, thread.done.wait)
-      if thread.error is not None:
-        raise self._explained(thread.error)
+      if error := self._explained(thread.error):
+        raise error
     except BaseException as error:  # KeyboardInterrupt, too
       _raised.set()
       self._keep(error, thread)
@@ -200,8 +200,8 @@ class RankWatch:
 
     try:
       self._watch(call, ended)
-      if failed.done():
-        raise self._explained(failed.result()[1])
+      if error := self._explained(None):
+        raise error
     except BaseException as error:
       if self._keep(error):
         print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)
@@ -273,12 +273,14 @@ class RankWatch:
       'checkpoint.'
     )
 
-  def _explained(self, error: BaseException) -> BaseException:
-    """The error of a step; where a transfer has failed, it names the rank at its other end."""
-    wait, cause = self._progress.failed.result() if self._progress.failed.done() else (None, None)
-    of_transfer = error is cause or isinstance(error, jax.errors.JaxRuntimeError)
-    if wait is None or cause is None or isinstance(cause, FlaxSpmdError) or not of_transfer:
+  def _explained(self, error: BaseException | None) -> BaseException | None:
+    """The error of a step, if there is one; where a transfer has failed, it names the rank at its other end."""
+    if not self._progress.failed.done():
       return error
+    wait, cause = self._progress.failed.result()
+    is_other = error is not None and not isinstance(error, jax.errors.JaxRuntimeError)
+    if isinstance(cause, FlaxSpmdError) or (is_other and error is not cause):
+      return error or cause
     explained = PipelineError(
       f'{self._place(wait)} has ended, or the connection to it: {self._here(wait)}, and it failed: '
       f'{first_line(cause)}.\n'
