@@ -171,20 +171,15 @@ for number in range(100_000):
   )
 
 
-RETURNS_EARLY = (
-  JAX_COPIES
-  + """
-from flax_spmd._src.pipeline.run.process_transfer import CrossHostCopy
-make = CrossHostCopy.__init__
-
-def made(self, *args):
-  make(self, *args)
-  self.has_to_wait = False
-
-CrossHostCopy.__init__ = made
+RETURNS_EARLY = """
+from flax_spmd._src.pipeline.run import process_transfer
+for cls in (process_transfer.CrossHostCopy, process_transfer.ProcessTransfer):
+  def made(self, *args, make=cls.__init__):
+    make(self, *args)
+    self.has_to_wait = False
+  cls.__init__ = made
 """
-)
-"""Source that dispatches transfers as GPUs do: a step returns before they have ended."""
+"""Source that dispatches transfers as on GPUs: a step returns before JAX's copies have ended."""
 
 STALLED = re.compile(
   r'pipeline_jit of train_step: rank 1, of process 1, is stalled: process 0 waited in the transfer '
@@ -210,7 +205,7 @@ for number in range(3):
   float(value)
 report('went on')
 """
-  waiting, _ = run(source, 2, 2, RETURNS_EARLY, check=False)
+  waiting, _ = run(source, 2, 2, JAX_COPIES + RETURNS_EARLY, check=False)
   assert waiting.returncode == 1 and waiting.value == 2
   error, _, last = waiting.stderr.strip().rpartition('\n')
   assert STALLED.fullmatch(error.removeprefix('PipelineError: ')), waiting.stderr
@@ -219,7 +214,8 @@ report('went on')
   )
 
 
-def test_a_stalled_rank_is_named_by_a_step_before_many_have_returned():
+@WAYS
+def test_a_stalled_rank_is_named_by_a_step_before_many_have_returned(setting):
   source = """
 for number in range(9):
   if number == 2 and me == 1:
@@ -231,7 +227,7 @@ for number in range(9):
     report([number, time.monotonic() - begin, str(error)])
     break
 """
-  waiting, _ = run(source, 2, 2, RETURNS_EARLY, check=False)
+  waiting, _ = run(source, 2, 2, setting + RETURNS_EARLY, check=False)
   number, seconds, text = waiting.value
   assert number <= 4 and seconds < 6  # two may return before their transfers have ended
   assert STALLED.fullmatch(text), text
@@ -258,7 +254,7 @@ for _ in range(2):
     errors.append(str(error))
 report(errors)
 """
-  survivor, victim = run(source, 2, 20, RETURNS_EARLY, check=False, grace=30)
+  survivor, victim = run(source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
   assert victim.returncode == -9 and survivor.returncode == 1
   first, second = survivor.value
   assert ENDED.fullmatch(first), first
@@ -280,7 +276,7 @@ for number in range(100):
   except jax.errors.JaxRuntimeError:
     break
 """
-  survivor, _ = run(source, 2, 20, RETURNS_EARLY, check=False, grace=30)
+  survivor, _ = run(source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
   assert survivor.returncode == 1
   reason = re.search(r'(?m)^PipelineError: (.*\n.*)', survivor.stderr)
   assert reason and ENDED.fullmatch(reason[1]), survivor.stderr
@@ -296,7 +292,7 @@ if me == 0:
   time.sleep(3)
 report(float(value))
 """
-  results = run(source, 2, 2, RETURNS_EARLY, grace=30)
+  results = run(source, 2, 2, JAX_COPIES + RETURNS_EARLY, grace=30)
   assert results[0].value == results[1].value
   assert not any('PipelineError' in result.stderr for result in results)
 

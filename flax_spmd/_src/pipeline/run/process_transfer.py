@@ -114,7 +114,8 @@ class ProcessTransfers:
     """
     last = self.progress.last
     before = _arrival(jax.device_put(False, device)) if last is None or last.done() else None
-    received, arrival = dispatch()
+    with self.progress.waiting(wait):  # the first transfer of two ranks may block
+      received, arrival = dispatch()
 
     def job() -> None:
       with contextlib.suppress(Exception):
@@ -259,13 +260,15 @@ class CrossHostCopy:
       return []
     if not self.has_to_wait:
       device = self._target[0].mesh.local_devices[0]
-      return self._shared.followed(self._wait, device, lambda: ((to := self._begun()), _arrival(to)))
-    self._coming = self._begun()
+      return self._shared.followed(self._wait, device, self._dispatched)
+    with self._shared.progress.waiting(self._wait):
+      self._coming = jax.device_put(self._elsewhere, self._target)
     return []
 
-  def _begun(self) -> list[jax.Array]:
-    with self._shared.progress.waiting(self._wait):
-      return jax.device_put(self._elsewhere, self._target)
+  def _dispatched(self) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays, and one that is ready when they have arrived."""
+    coming = jax.device_put(self._elsewhere, self._target)
+    return coming, _arrival(coming)
 
   def wait(self) -> list[jax.Array]:
     """Waits until the arrays have arrived; returns them."""
