@@ -1,7 +1,6 @@
 """Ranks of other processes that die, stall or make another call: an error that names the rank and the transfer."""
 
 import re
-import threading
 import time
 
 import jax
@@ -300,29 +299,31 @@ report(float(value))
 def test_the_time_of_a_transfer_begins_after_the_programs_before_it(monkeypatch):
   """Those of a long evaluation, say, that the device runs first."""
 
-  class Ending:
-    def __init__(self):
-      self.event = threading.Event()
+  class Arrival:
+    is_there, error = False, None
+
+    def is_ready(self):
+      return self.is_there
 
     def block_until_ready(self):
-      self.event.wait()
+      if self.error:
+        raise self.error
 
-  wait, before, transfer, later = Wait(1, (1,), 'a transfer'), Ending(), Ending(), Ending()
+  wait, later = Wait(1, (1,), 'a transfer'), Wait(2, (2,), 'another one')
+  before, one, two = Arrival(), Arrival(), Arrival()
   monkeypatch.setattr(process_transfer, '_arrival', lambda arrays: before)
-  layout = spmd.Layout({'stage': 2})
-  transfers = process_transfer.ProcessTransfers(layout.mesh, 'stage')
-  for each in (transfer, later):
-    assert transfers.followed(wait, jax.devices()[0], lambda each=each: (['array'], each)) == ['array']
-  time.sleep(0.1)
-  assert transfers.progress.current is None
-  before.event.set()
-  while transfers.progress.current is None:
-    time.sleep(0.01)
-  assert transfers.progress.current[0] is wait and not transfers.progress.last.done()
-  transfer.event.set()
-  later.event.set()
-  transfers.progress.last.result(timeout=10)
-  assert transfers.progress.current is None and not transfers.progress.failed.done()
+  transfers = process_transfer.ProcessTransfers(spmd.Layout({'stage': 8}).mesh, 'stage')
+  progress = transfers.progress
+  for each, arrival in ((wait, one), (later, two)):
+    received = transfers.followed(each, jax.devices()[0], lambda arrival=arrival: (['array'], arrival))
+    assert received == ['array'] and progress.last is arrival
+  assert progress.current is None
+  before.is_there, begin = True, time.monotonic()
+  assert progress.current[0] is wait and progress.current[1] >= begin and progress.failed is None
+  one.is_there, one.error = True, ValueError('lost')
+  assert progress.current[0] is later and progress.failed == (wait, one.error)
+  two.is_there, two.error = True, ValueError('lost, too')
+  assert progress.current is None and progress.last is None and progress.failed == (wait, one.error)
 
 
 def test_a_process_that_compiles_anew_is_told():

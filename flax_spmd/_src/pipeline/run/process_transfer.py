@@ -9,8 +9,7 @@ XLA's CPU client allows 32 unfinished programs per device. A dispatch beyond the
 for each of the program's devices in this process. There are only as many threads as devices (or cores, if
 there are more), so the programs that it waits for may never get one. Therefore a transfer between CPUs
 ends before the next one begins, in a thread of its own, while the programs of the step run in another.
-Elsewhere a transfer is dispatched like a program, and the same thread waits until it has ended, so that the rank
-watch sees it.
+Elsewhere a transfer is dispatched like a program; the rank watch looks at a small array that is ready when it has ended.
 
 JAX itself copies between processes where `jax_cross_host_transfer_socket_address` is set: the sender goes on at once,
 and no array of both ranks is needed. XLA numbers these copies in each process, and finds the two ends by their
@@ -19,7 +18,6 @@ number. So every process of the job takes part in all of them, in the order of t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
@@ -58,7 +56,7 @@ class TransferThread:
       self._thread.start()
       weakref.finalize(self, self._jobs.put, None)
     future: Future[Any] = Future()
-    self._jobs.put((job, future))
+    self._jobs.put((compat.with_settings(job), future))
     return future
 
 
@@ -85,7 +83,7 @@ class ProcessTransfers:
   Attributes:
     mesh, axis: see above.
     progress: the transfers that run.
-    thread: the thread that runs those between CPUs, and waits for the others.
+    thread: the thread that runs those between CPUs.
   """
 
   def __init__(self, mesh: Mesh, axis: str):
@@ -103,27 +101,18 @@ class ProcessTransfers:
   def followed(
     self, wait: Wait, device: Any, dispatch: Callable[[], tuple[list[jax.Array], jax.Array]]
   ) -> list[jax.Array]:
-    """The arrays of a transfer that goes on while the thread waits for its end, also after one that failed.
-
-    The time of the transfer begins when the device has run the programs before it.
+    """The arrays of a transfer that goes on.
 
     Args:
       wait: the transfer.
-      device: a device of this process that takes part.
+      device: a device of this process that takes part. The time begins when it has run what precedes the step.
       dispatch: returns the arrays, and one that is ready when the transfer has ended.
     """
-    last = self.progress.last
-    before = _arrival(jax.device_put(False, device)) if last is None or last.done() else None
+    if not self.progress.has_begun:
+      self.progress.add(None, _arrival(jax.device_put(False, device)))
     with self.progress.waiting(wait):  # the first transfer of two ranks may block
       received, arrival = dispatch()
-
-    def job() -> None:
-      with contextlib.suppress(Exception):
-        jax.block_until_ready(before)
-      with contextlib.suppress(Exception), self.progress.waiting(wait):
-        jax.block_until_ready(arrival)
-
-    self.progress.last = self.thread.submit(job)
+    self.progress.add(wait, arrival)
     return received
 
   def of_argument(self, leaf: Any, sharding: Any, rank: int) -> ProcessTransfer | None:
@@ -197,7 +186,7 @@ class ProcessTransfer:
     """Runs the transfer; returns the arrays in the receiving process unless it has to wait for them."""
     if not self.has_to_wait:
       return self._shared.followed(self._wait, self._device, lambda: self._dispatched(arrays))
-    self._running = self._shared.thread.submit(compat.with_settings(lambda: self._run(arrays)))
+    self._running = self._shared.thread.submit(functools.partial(self._run, arrays))
     return []
 
   def wait(self) -> list[jax.Array]:

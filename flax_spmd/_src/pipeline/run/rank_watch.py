@@ -31,8 +31,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
-from concurrent.futures import wait as first_done
 from typing import Any, NamedTuple
 
 import jax
@@ -64,22 +62,53 @@ class Wait(NamedTuple):
 
 
 class TransferProgress:
-  """The transfers that the threads of a step are in.
+  """The transfers of a pipeline: those that its threads are in, and those that were dispatched and go on.
 
   Attributes:
-    failed: has the result, once a transfer has raised an error: the first that did, and its error.
-    last: is done when all transfers have ended that were dispatched; None if dispatch waits for them.
+    has_begun: whether the step has dispatched a transfer that goes on.
+    failed: the first transfer that raised an error, and the error.
   """
 
   def __init__(self) -> None:
     self._running: dict[int, tuple[Wait, float]] = {}  # by thread
-    self.failed: Future[tuple[Wait, BaseException]] = Future()
-    self.last: Future[Any] | None = None
+    self._going: collections.deque[tuple[Wait | None, Any]] = collections.deque()
+    self._since = 0.0  # when the first of these became the first
+    self._looking = threading.Lock()
+    self.has_begun = False
+    self.failed: tuple[Wait, BaseException] | None = None
+
+  def add(self, wait: Wait | None, arrival: jax.Array) -> None:
+    """Adds a transfer that goes on until an array is ready; None for the programs before all transfers of a step."""
+    self.has_begun = True
+    with self._looking:
+      if not self._going:
+        self._since = time.monotonic()
+      self._going.append((wait, arrival))
+
+  @property
+  def last(self) -> Any:
+    """The array that is ready when all transfers have ended that go on; None if there are none."""
+    with self._looking:
+      return self._going[-1][1] if self._going else None
 
   @property
   def current(self) -> tuple[Wait, float] | None:
     """The transfer that began first, and when; None between two transfers."""
-    return min(list(self._running.values()), key=lambda one: one[1], default=None)
+    self.advance()
+    running = list(self._running.values())
+    with self._looking:
+      if self._going and self._going[0][0] is not None:
+        running.append((self._going[0][0], self._since))
+    return min(running, key=lambda one: one[1], default=None)
+
+  def advance(self) -> None:
+    """Drops the transfers that have ended, and notes whether one has failed."""
+    with self._looking:
+      while self._going and self._going[0][1].is_ready():
+        wait, arrival = self._going.popleft()
+        self._since = time.monotonic()
+        with contextlib.suppress(Exception), self._noted(wait):
+          arrival.block_until_ready()
 
   @contextlib.contextmanager
   def waiting(self, wait: Wait) -> Iterator[None]:
@@ -87,13 +116,20 @@ class TransferProgress:
     thread = threading.get_ident()
     self._running[thread] = wait, time.monotonic()
     try:
-      yield
-    except BaseException as error:
-      with contextlib.suppress(InvalidStateError):  # others fail because of the first
-        self.failed.set_result((wait, error))
-      raise
+      with self._noted(wait):
+        yield
     finally:
       del self._running[thread]
+
+  @contextlib.contextmanager
+  def _noted(self, wait: Wait | None) -> Iterator[None]:
+    """A block whose error is that of a transfer; others fail because of the first."""
+    try:
+      yield
+    except BaseException as error:
+      if wait is not None and self.failed is None:
+        self.failed = wait, error
+      raise
 
 
 _failed: dict[int, BaseException] = {}
@@ -124,7 +160,9 @@ class RankWatch:
     self._subject, self._processes = subject, processes
     self._timeout, self._progress = timeout, progress
     self._published = ''
-    self._returned: collections.deque[tuple[Future[Any], _DaemonThread]] = collections.deque()
+    self._returned: collections.deque[tuple[JointCall, Any]] = collections.deque()
+    self._after: _DaemonThread | None = None  # looks on for the steps that have returned
+    self._returning = threading.Lock()
     _watches.add(self)
 
   def run(self, step: Callable[[], Any], check: Callable[[], None]) -> Any:
@@ -170,10 +208,13 @@ class RankWatch:
       ) from found
 
   def _watched(self, step: Callable[[], Any], call: JointCall) -> Any:
-    earlier = [self._returned.popleft()[0]] if len(self._returned) == _AHEAD else []
+    with self._returning:
+      earlier = self._returned[-_AHEAD][1] if len(self._returned) >= _AHEAD else None
+    self._progress.has_begun = False
 
     def run() -> Any:
-      first_done(earlier)
+      with contextlib.suppress(Exception):  # of a transfer, which the watch looks at
+        jax.block_until_ready(earlier)
       return step()
 
     thread = _DaemonThread('pipeline step', compat.with_settings(run))
@@ -186,27 +227,40 @@ class RankWatch:
       self._keep(error, thread)
       raise
     last = self._progress.last
-    if last is not None and not last.done():
-      thread_after = _DaemonThread('pipeline watch', lambda: self._follow(call, last))
-      self._returned.append((last, thread_after))
+    if last is not None:
+      with self._returning:
+        self._returned.append((call, last))
+        self._after = self._after or _DaemonThread('pipeline watch', self._look_on)
     return thread.result
 
-  def _follow(self, call: JointCall, last: Future[Any]) -> None:
+  def _look_on(self) -> None:
+    """Looks at the other processes until the transfers of all steps have ended."""
+    while True:
+      with self._returning:
+        if not self._returned:
+          self._after = None
+          return
+        call, last = self._returned[0]
+      self._follow(call, last)
+      with self._returning:
+        self._returned.popleft()
+
+  def _follow(self, call: JointCall, last: Any) -> None:
     """Looks at the other processes until the transfers of a step that has returned have ended."""
-    failed = self._progress.failed
 
     def ended(seconds: float) -> bool:
-      return bool(first_done([last, failed], seconds, FIRST_COMPLETED).done)
+      if not last.is_ready():
+        time.sleep(seconds)
+      return last.is_ready()
 
     try:
       self._watch(call, ended)
       if error := self._explained(None):
         raise error
     except BaseException as error:
-      if self._keep(error):
-        print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)
-        _DaemonThread('pipeline watch', functools.partial(call.fail, error))
-    while not last.done() and not _raised.wait(_LOOK):
+      self._report(error)
+      _DaemonThread('pipeline watch', functools.partial(call.fail, error))  # may block
+    while not last.is_ready() and not _raised.wait(_LOOK):
       if self._waited() >= self._timeout + _ANSWER:
         print(
           f'{self._subject}: process {jax.process_index()} leaves, as a transfer is unfinished and no step has '
@@ -214,6 +268,18 @@ class RankWatch:
           file=sys.stderr,
         )
         _leave()
+
+  def _report(self, error: BaseException) -> None:
+    """Writes the error of a step that has returned, and keeps it for the next one."""
+    if self._keep(error):
+      print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)
+
+  def settle(self) -> None:
+    """Waits at the end of the process until the transfers have ended, or an error is found; it is written."""
+    while self._progress.last is not None and self.earlier_failure is None:
+      if error := self._explained(None):
+        self._report(error)
+      time.sleep(_LOOK / 50)
 
   def _watch(self, call: JointCall, ended: Callable[[float], bool]) -> None:
     """Looks at the other processes until a step has ended.
@@ -230,7 +296,7 @@ class RankWatch:
     while not ended(_LOOK):
       look = look or self._look(call)
       if look.done.wait(_LOOK):
-        if error := look.error or look.result or self.earlier_failure:
+        if error := look.error or look.result or self.earlier_failure or self._explained(None):
           raise error
         look = None
       elif self._waited() >= self._timeout + _ANSWER:
@@ -248,9 +314,7 @@ class RankWatch:
       first = self.earlier_failure is None
       if first:
         _failed.update((each, error) for each in self._processes if each != jax.process_index())
-    _blocked.append(
-      lambda: bool(progress.current or (thread and thread.is_alive())) or progress.failed.done()
-    )
+    _blocked.append(lambda: bool(progress.current or progress.failed or (thread and thread.is_alive())))
     return first
 
   def _look(self, call: JointCall) -> _DaemonThread:
@@ -275,9 +339,10 @@ class RankWatch:
 
   def _explained(self, error: BaseException | None) -> BaseException | None:
     """The error of a step, if there is one; where a transfer has failed, it names the rank at its other end."""
-    if not self._progress.failed.done():
+    self._progress.advance()
+    if self._progress.failed is None:
       return error
-    wait, cause = self._progress.failed.result()
+    wait, cause = self._progress.failed
     is_other = error is not None and not isinstance(error, jax.errors.JaxRuntimeError)
     if isinstance(cause, FlaxSpmdError) or (is_other and error is not cause):
       return error or cause
@@ -362,8 +427,8 @@ class _DaemonThread(threading.Thread):
 @atexit.register
 def _leave_if_blocked() -> None:
   """Ends the process without waiting for a thread that is blocked, or for a process that has ended."""
-  for thread in [thread for watch in _watches for _, thread in watch._returned]:
-    thread.done.wait(_LOOK)  # it may have an error to write
+  for watch in list(_watches):
+    watch.settle()
   if any(is_blocked() for is_blocked in _blocked):
     _leave()
 
