@@ -135,9 +135,12 @@ class TransferProgress:
 _failed: dict[int, BaseException] = {}
 """The error of a failed step, by the other processes that took part in it."""
 
+_raised: list[BaseException | None] = []
+"""Those of these errors that a step has raised."""
+
 _keeping = threading.Lock()
-_raised = threading.Event()
-"""Whether a step has raised it."""
+_settled = threading.Event()
+"""Whether the process ends, and all transfers have ended."""
 
 _watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
 _blocked: list[Callable[[], bool]] = []
@@ -198,8 +201,8 @@ class RankWatch:
   def _check_earlier_steps(self) -> None:
     """Raises if a step that this process shares with another one of these has failed."""
     found = self.earlier_failure
-    if found is not None and not _raised.is_set():
-      _raised.set()
+    if found is not None and found not in _raised:
+      _raised.append(found)
       raise found  # found when its step had returned
     if found is not None:
       raise PipelineError(
@@ -223,8 +226,8 @@ class RankWatch:
       if error := self._explained(thread.error):
         raise error
     except BaseException as error:  # KeyboardInterrupt, too
-      _raised.set()
       self._keep(error, thread)
+      _raised.append(self.earlier_failure)
       raise
     last = self._progress.last
     if last is not None:
@@ -250,7 +253,7 @@ class RankWatch:
 
     def ended(seconds: float) -> bool:
       if not last.is_ready():
-        time.sleep(seconds)
+        _settled.wait(seconds)
       return last.is_ready()
 
     try:
@@ -260,7 +263,8 @@ class RankWatch:
     except BaseException as error:
       self._report(error)
       _DaemonThread('pipeline watch', functools.partial(call.fail, error))  # may block
-    while not last.is_ready() and not _raised.wait(_LOOK):
+    while not last.is_ready() and self.earlier_failure not in [None, *_raised]:
+      time.sleep(_LOOK)
       if self._waited() >= self._timeout + _ANSWER:
         print(
           f'{self._subject}: process {jax.process_index()} leaves, as a transfer is unfinished and no step has '
@@ -280,6 +284,11 @@ class RankWatch:
       if error := self._explained(None):
         self._report(error)
       time.sleep(_LOOK / 50)
+
+  def end(self) -> None:
+    """Waits until no thread looks at the transfers, which JAX is about to delete."""
+    if (after := self._after) is not None:
+      after.done.wait(3 * _LOOK)
 
   def _watch(self, call: JointCall, ended: Callable[[float], bool]) -> None:
     """Looks at the other processes until a step has ended.
@@ -427,10 +436,14 @@ class _DaemonThread(threading.Thread):
 @atexit.register
 def _leave_if_blocked() -> None:
   """Ends the process without waiting for a thread that is blocked, or for a process that has ended."""
-  for watch in list(_watches):
+  watches = list(_watches)
+  for watch in watches:
     watch.settle()
   if any(is_blocked() for is_blocked in _blocked):
     _leave()
+  _settled.set()
+  for watch in watches:
+    watch.end()
 
 
 def _leave() -> None:
