@@ -547,8 +547,9 @@ class Layout:
         CPUs, and programs that call back into Python. A mesh of several processes is dispatched by one
         thread per process in any case.
       timeout: seconds that a transfer between processes may take, with the time for which one waits for the
-        other. Then all processes end the step with an error that names the rank. The default suits ranks that
-        load data for minutes; pass 30, say, if they don't.
+        other. Then all processes end the step with an error that names the rank. If the step has returned, as on
+        GPUs, the error is on stderr and the next step raises it; a process that makes none within 5 s ends. The
+        default suits ranks that load data for minutes; pass 30, say, if they don't.
       host_after: number of tasks, at least 1. Residuals and other arrays of a microbatch that are not used for more
         tasks of their rank than this wait in the memory of the host (`pinned_host`), and are back one task before
         their use. Results are the same; devices need less memory, and transfers compete with others for the bus.

@@ -1,9 +1,14 @@
 """Ranks of other processes that die, stall or make another call: an error that names the rank and the transfer."""
 
 import re
+import time
 
+import jax
 import pytest
 
+import flax_spmd as spmd
+from flax_spmd._src.pipeline.run import process_transfer
+from flax_spmd._src.pipeline.run.rank_watch import Wait
 from tests.processes import JAX_COPIES, run_processes
 
 STEP = """
@@ -165,6 +170,163 @@ for number in range(100_000):
   )
 
 
+RETURNS_EARLY = """
+from flax_spmd._src.pipeline.run import process_transfer
+for cls in (process_transfer.CrossHostCopy, process_transfer.ProcessTransfer):
+  def made(self, *args, make=cls.__init__):
+    make(self, *args)
+    self.has_to_wait = False
+  cls.__init__ = made
+"""
+"""Source that dispatches transfers as on GPUs: a step returns before JAX's copies have ended."""
+
+STALLED = re.compile(
+  r'pipeline_jit of train_step: rank 1, of process 1, is stalled: process 0 waited in the transfer '
+  r'"rank \d -> rank \d: float32\[2,8\] of microbatch \d" for 2 s\.\n'
+  r'Fix: check whether that process is stuck, stopped or outside of the step \(loading data, say\), and restart all '
+  r'processes from the newest checkpoint; pass a longer timeout= to pipeline_jit if it is only slow\.'
+)
+ENDED = re.compile(
+  r'pipeline_jit of train_step: rank 1, of process 1, has ended, or the connection to it: process 0 waited in the '
+  r'transfer "rank \d -> rank \d: float32\[2,8\] of microbatch \d", and it failed: .+\.\n'
+  r'Fix: see the end of its output; then restart all processes from the newest checkpoint\.'
+)
+
+
+def test_a_caller_that_reads_a_result_of_a_stalled_rank_leaves():
+  """Nothing can interrupt it: the process says why, and ends."""
+  source = """
+for number in range(3):
+  if number == 2 and me == 1:
+    time.sleep(30)
+  w, value = step(w, batch)
+  report(number)
+  float(value)
+report('went on')
+"""
+  waiting, _ = run(source, 2, 2, JAX_COPIES + RETURNS_EARLY, check=False)
+  assert waiting.returncode == 1 and waiting.value == 2
+  error, _, last = waiting.stderr.strip().rpartition('\n')
+  assert STALLED.fullmatch(error.removeprefix('PipelineError: ')), waiting.stderr
+  assert last == (
+    'pipeline_jit of train_step: process 0 leaves, as a transfer is unfinished and no step has raised the error above.'
+  )
+
+
+@WAYS
+def test_a_stalled_rank_is_named_by_a_step_before_many_have_returned(setting):
+  source = """
+for number in range(9):
+  if number == 2 and me == 1:
+    time.sleep(30)
+  begin = time.monotonic()
+  try:
+    w, value = step(w, batch)
+  except spmd.errors.PipelineError as error:
+    report([number, time.monotonic() - begin, str(error)])
+    break
+"""
+  waiting, _ = run(source, 2, 2, setting + RETURNS_EARLY, check=False)
+  number, seconds, text = waiting.value
+  assert number <= 4 and seconds < 6  # two may return before their transfers have ended
+  assert STALLED.fullmatch(text), text
+  assert waiting.returncode == 1
+
+
+def test_a_rank_that_dies_after_the_step_has_returned_is_named():
+  """Reading the result raises JAX's error. The reason is on stderr, and the next step raises it."""
+  source = """
+for number in range(100):
+  w, value = step(w, batch)
+  if number == 2 and me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  try:
+    float(value)
+  except jax.errors.JaxRuntimeError:
+    break
+time.sleep(1)  # the watch learns it later than the caller by milliseconds
+errors = []
+for _ in range(2):
+  try:
+    step(w, batch)
+  except spmd.errors.PipelineError as error:
+    errors.append(str(error))
+report(errors)
+"""
+  survivor, victim = run(source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
+  assert victim.returncode == -9 and survivor.returncode == 1
+  first, second = survivor.value
+  assert ENDED.fullmatch(first), first
+  assert f'PipelineError: {first}\n' in survivor.stderr
+  assert second == (
+    'pipeline_jit of train_step: an earlier step of these processes has failed, and transfers between them are '
+    f'unfinished: {first.splitlines()[0]}\nFix: restart all processes from the newest checkpoint.'
+  )
+
+
+def test_a_process_that_ends_after_the_error_of_jax_has_said_why():
+  source = """
+for number in range(100):
+  w, value = step(w, batch)
+  if number == 2 and me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  try:
+    float(value)
+  except jax.errors.JaxRuntimeError:
+    break
+"""
+  survivor, _ = run(source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
+  assert survivor.returncode == 1
+  reason = re.search(r'(?m)^PipelineError: (.*\n.*)', survivor.stderr)
+  assert reason and ENDED.fullmatch(reason[1]), survivor.stderr
+
+
+def test_a_slow_evaluation_and_an_early_end_are_no_stall():
+  """Both take longer than the timeout after a step; one ends without its result, long before the other reads it."""
+  source = """
+new, value = step(w, batch)
+time.sleep(8)
+_, value = step(new, batch)
+if me == 0:
+  time.sleep(3)
+  report([float(value), float(jax.jit(train_step)(jax.jit(train_step)(w, batch)[0], batch)[1])])
+"""
+  results = run(source, 2, 2, JAX_COPIES + RETURNS_EARLY, grace=30)
+  actual, expected = results[0].value
+  assert abs(actual - expected) < 1e-6
+  assert not any('PipelineError' in result.stderr for result in results)
+
+
+def test_the_time_of_a_transfer_begins_after_the_programs_before_it(monkeypatch):
+  """Those of a long evaluation, say, that the device runs first."""
+
+  class Arrival:
+    is_there, error = False, None
+
+    def is_ready(self):
+      return self.is_there
+
+    def block_until_ready(self):
+      if self.error:
+        raise self.error
+
+  wait, later = Wait(1, (1,), 'a transfer'), Wait(2, (2,), 'another one')
+  before, one, two = Arrival(), Arrival(), Arrival()
+  monkeypatch.setattr(process_transfer, '_arrival', lambda arrays: before)
+  transfers = process_transfer.ProcessTransfers(spmd.Layout({'stage': 8}).mesh, 'stage')
+  progress = transfers.progress
+  for each, arrival in ((wait, one), (later, two)):
+    received = transfers.followed(each, jax.devices()[0], lambda arrival=arrival: (['array'], arrival))
+    assert received == ['array'] and progress.last is arrival
+  assert progress.current is None
+  before.is_there, begin = True, time.monotonic()
+  assert progress.current[0] is wait and progress.current[1] >= begin and progress.failed is None
+  one.is_there, one.error = True, ValueError('lost')
+  assert progress.current[0] is later and progress.failed == (wait, one.error)
+  two.is_there, two.error = True, ValueError('lost, too')
+  assert progress.current is None and progress.last is None and progress.failed == (wait, one.error)
+
+
 def test_a_process_that_compiles_anew_is_told():
   """One process passes a batch of another shape in the third step."""
   source = """
@@ -214,8 +376,6 @@ def test_copies_by_jax_need_no_collectives():
 
 @pytest.mark.parametrize('timeout', [0, -1, None, True, '30'])
 def test_timeouts_that_are_no_seconds(timeout):
-  import flax_spmd as spmd
-
   with pytest.raises(spmd.errors.PipelineError) as caught:
     spmd.Layout({'stage': 2}).pipeline_jit(lambda x: x, timeout=timeout)
   assert str(caught.value) == (

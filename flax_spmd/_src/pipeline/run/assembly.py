@@ -124,7 +124,7 @@ class Assembler:
     several = source != target and len(processes_of(source) | processes_of(target)) > 1
     if several and is_copied_by_jax(self._mesh, source, target, avals):
       both = zip(map(self._stages.sharding, send.inputs), map(self._stages.sharding, send.outputs))
-      return CrossHostCopy(send.ranks[0], avals, list(both), self._transfers.progress, str(send))
+      return CrossHostCopy(self._transfers, send.ranks[0], avals, list(both), str(send))
     if not any(self._local[rank] for rank in send.ranks):
       return None
     if several:

@@ -9,6 +9,7 @@ XLA's CPU client allows 32 unfinished programs per device. A dispatch beyond the
 for each of the program's devices in this process. There are only as many threads as devices (or cores, if
 there are more), so the programs that it waits for may never get one. Therefore a transfer between CPUs
 ends before the next one begins, in a thread of its own, while the programs of the step run in another.
+Elsewhere a transfer is dispatched like a program; the rank watch looks at a small array that is ready when it has ended.
 
 JAX itself copies between processes where `jax_cross_host_transfer_socket_address` is set: the sender goes on at once,
 and no array of both ranks is needed. XLA numbers these copies in each process, and finds the two ends by their
@@ -97,6 +98,23 @@ class ProcessTransfers:
       self._zeros[key] = placed(jnp.zeros(aval.shape, aval.dtype), sharding)
     return self._zeros[key]
 
+  def followed(
+    self, wait: Wait, device: Any, dispatch: Callable[[], tuple[list[jax.Array], jax.Array]]
+  ) -> list[jax.Array]:
+    """The arrays of a transfer that goes on.
+
+    Args:
+      wait: the transfer.
+      device: a device of this process that takes part. The time begins when it has run what precedes the step.
+      dispatch: returns the arrays, and one that is ready when the transfer has ended.
+    """
+    if not self.progress.has_begun:
+      self.progress.add(None, _arrival(jax.device_put(False, device)))
+    with self.progress.waiting(wait):  # the first transfer of two ranks may block
+      received, arrival = dispatch()
+    self.progress.add(wait, arrival)
+    return received
+
   def of_argument(self, leaf: Any, sharding: Any, rank: int) -> ProcessTransfer | None:
     """The transfer of an argument to a rank from another process's; None where this process needs none.
 
@@ -150,7 +168,8 @@ class ProcessTransfer:
     self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
     other = (target, target_mesh) if self._sends else (source, source_mesh)
     self._wait = _wait(*other, text)
-    self.has_to_wait = joint.devices.flat[0].platform == 'cpu'
+    self._device = joint.local_devices[0]
+    self.has_to_wait = self._device.platform == 'cpu'
     if self.has_to_wait and not compat.has_cpu_collectives():
       raise PipelineError(
         f'The transfer "{text}" is between {named(sorted(processes_of(joint)))}, whose CPUs have no collectives: '
@@ -165,10 +184,9 @@ class ProcessTransfer:
 
   def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
     """Runs the transfer; returns the arrays in the receiving process unless it has to wait for them."""
-    run = functools.partial(self._run, arrays)
     if not self.has_to_wait:
-      return run()
-    self._running = self._shared.thread.submit(run)
+      return self._shared.followed(self._wait, self._device, lambda: self._dispatched(arrays))
+    self._running = self._shared.thread.submit(functools.partial(self._run, arrays))
     return []
 
   def wait(self) -> list[jax.Array]:
@@ -178,17 +196,19 @@ class ProcessTransfer:
 
   def _run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     with self._shared.progress.waiting(self._wait):
-      parts = [list(arrays)] if self._sends else []
-      if self._receives:
-        parts.append(list(map(self._shared.zeros, self._avals, self._target)))
-      shards = [
-        [shard.data for part in each for shard in part.addressable_shards] for each in zip(*parts)
-      ]
-      permuted = self._permute(list(map(from_shards, self._avals, self._joint, shards)))
-      if self.has_to_wait:
-        jax.block_until_ready(permuted)
-      received = zip(permuted, self._target, strict=True) if self._receives else ()
-      return [cast(jax.Array, view(array, sharding)) for array, sharding in received]
+      received, arrival = self._dispatched(arrays)
+      jax.block_until_ready(arrival)
+    return received
+
+  def _dispatched(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays in the receiving process, and an array that is ready when the transfer has ended."""
+    parts = [list(arrays)] if self._sends else []
+    if self._receives:
+      parts.append(list(map(self._shared.zeros, self._avals, self._target)))
+    shards = [[shard.data for part in each for shard in part.addressable_shards] for each in zip(*parts)]
+    permuted, arrival = self._permute(list(map(from_shards, self._avals, self._joint, shards)))
+    received = zip(permuted, self._target, strict=True) if self._receives else ()
+    return [cast(jax.Array, view(array, sharding)) for array, sharding in received], arrival
 
 
 class CrossHostCopy:
@@ -198,10 +218,10 @@ class CrossHostCopy:
   watched.
 
   Args:
+    shared: what the transfers of the pipeline share.
     source: the rank that sends.
     avals: shapes and dtypes of the arrays.
     shardings: shardings of the arrays, on both ranks.
-    progress: where a transfer that runs is recorded.
     text: ranks and arrays, for errors.
 
   Attributes:
@@ -210,15 +230,15 @@ class CrossHostCopy:
 
   def __init__(
     self,
+    shared: ProcessTransfers,
     source: int,
     avals: Sequence[Any],
     shardings: Sequence[tuple[NamedSharding, NamedSharding]],
-    progress: TransferProgress,
     text: str,
   ):
     self._avals, (self._source, self._target) = list(avals), map(list, zip(*shardings))
     self._sends, self._receives = (is_local(each[0].mesh) for each in (self._source, self._target))
-    self._wait, self._progress = _wait(source, self._source[0].mesh, text), progress
+    self._wait, self._shared = _wait(source, self._source[0].mesh, text), shared
     self._coming: list[jax.Array] = []
     self.has_to_wait = self._receives and self._target[0].mesh.devices.flat[0].platform == 'cpu'
 
@@ -227,17 +247,22 @@ class CrossHostCopy:
     if not self._receives:
       jax.device_put(list(arrays) if self._sends else self._elsewhere, self._target)
       return []
-    with self._progress.waiting(self._wait):
-      coming = jax.device_put(self._elsewhere, self._target)
     if not self.has_to_wait:
-      return coming
-    self._coming = coming
+      device = self._target[0].mesh.local_devices[0]
+      return self._shared.followed(self._wait, device, self._dispatched)
+    with self._shared.progress.waiting(self._wait):
+      self._coming = jax.device_put(self._elsewhere, self._target)
     return []
+
+  def _dispatched(self) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays, and one that is ready when they have arrived."""
+    coming = jax.device_put(self._elsewhere, self._target)
+    return coming, _arrival(coming)
 
   def wait(self) -> list[jax.Array]:
     """Waits until the arrays have arrived; returns them."""
     arrays, self._coming = self._coming, []
-    with self._progress.waiting(self._wait):
+    with self._shared.progress.waiting(self._wait):
       return jax.block_until_ready(arrays)
 
   @functools.cached_property
@@ -267,10 +292,10 @@ def _wait(rank: int, mesh: Mesh, text: str) -> Wait:
 
 @functools.lru_cache(maxsize=256)
 def _permutation(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any:
-  """A program that sends the shards of the first of two ranks to the second."""
+  """A program that sends the shards of the first of two ranks to the second; its last result is small."""
 
-  def move(arrays: list[jax.Array]) -> list[jax.Array]:
-    return list(map(moved, arrays))
+  def move(arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    return list(map(moved, arrays)), jnp.zeros((), bool)
 
   def moved(array: jax.Array) -> jax.Array:
     if not _is_key(array.dtype):
@@ -279,7 +304,16 @@ def _permutation(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
 
   every = list(specs)
-  return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=(every,), out_specs=every, check_vma=False))
+  specs_of_results = every, PartitionSpec()
+  return jax.jit(
+    jax.shard_map(move, mesh=mesh, in_specs=(every,), out_specs=specs_of_results, check_vma=False)
+  )
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _arrival(arrays: Any) -> jax.Array:
+  """An array that is ready once others are, and their device has run the programs before; it outlives their donation."""
+  return jnp.zeros((), bool)
 
 
 def _is_key(dtype: Any) -> bool:
