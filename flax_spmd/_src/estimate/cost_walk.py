@@ -317,6 +317,7 @@ class _CostWalk:
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
+    self.before_loops: set[tuple[int, Spec]] = set()  # arrays and shardings that loops find
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.kind = ''  # of the current operation
     self.work = Work()
@@ -1027,7 +1028,8 @@ class _CostWalk:
       self.resharded.add((value, required, is_grouped))
       self._reshard(value, self.specs[value], required, times, source)
     size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
-    for index in (len(self.present), self.needed_until) if size > self._bytes(value) else ():
+    is_kept = size > self._bytes(value) and (value, required) not in self.before_loops
+    for index in (len(self.present), self.needed_until) if is_kept else ():
       self.copies.add(value, required, index, size)
 
   def _keep_gathered(self, value: int, before: Spec) -> None:
@@ -1047,6 +1049,7 @@ class _CostWalk:
       if loops and (self.platform in GATHERING_PLATFORMS or self.kind in _CONSTRAINTS):
         times = self.times_outside[-loops]
         self.gathered_before += copy
+        self.before_loops.add((value, after))
       else:
         self.gathered_bytes += copy
       self.work.hbm_bytes += times * copy
