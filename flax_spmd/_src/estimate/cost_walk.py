@@ -1030,7 +1030,7 @@ class _CostWalk:
     size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
     is_kept = size > self._bytes(value) and (value, required) not in self.before_loops
     for index in (len(self.present), self.needed_until) if is_kept else ():
-      self.copies.add(value, required, index, size)
+      self.copies.add(value, (required, is_grouped), index, size)
 
   def _keep_gathered(self, value: int, before: Spec) -> None:
     """Keeps a gathered array, which is not stored otherwise, for all operations that are computed from it."""
