@@ -256,7 +256,10 @@ class _Parameters:
     return kinds
 
   def below(self, start: Any) -> Iterator[int]:
-    """The parameters whose paths begin with certain keys."""
+    """The parameters whose paths begin with certain keys; a single one without looking at its path."""
+    if len(self._members) == 1:
+      yield from self._members
+      return
     for starts in self._alike.values():
       yield from starts.get(start, ())
 
@@ -269,10 +272,15 @@ class _Parameters:
       is_state_of: whether it can be state of a parameter with another key before the tail. The answer is the same for
         all that are alike and share equally many first keys with the path.
     """
+    here = _before(path, self._tail)
+    if len(self._members) == 1:  # the usual case, in which an index would cost more than it saves
+      [only] = self._members
+      other_tail = _before(self._keys[only], self._tail) != here
+      return only if only != i and other_tail and is_state_of(only) else None
     found = [
       candidate
       for (before, *_), starts in self._alike.items()
-      if before != _before(path, self._tail)  # otherwise the tail is longer
+      if before != here  # otherwise the tail is longer
       if (candidate := self._nearest_alike(starts, path, i, is_state_of)) is not None
     ]
     return max(sorted(found), key=lambda other: _nearness(path, self._keys[other]), default=None)
