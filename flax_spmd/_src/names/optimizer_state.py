@@ -226,19 +226,118 @@ def _is_optax_type(kind: type) -> bool:
   return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith('State')
 
 
-def _by_tail(parameters: Mapping[int, Unit], keys: Mapping[int, Any]) -> dict[Any, list[int]]:
+class _Parameters:
+  """Parameters that share the last keys which their state may repeat; a state looks for the nearest of them.
+
+  Those that differ only in where they are in the tree are alike: one of them answers for all at one distance. So a
+  search takes as long among the parameters of a hundred models as among those of one.
+
+  Args:
+    tail: number of the last keys that they share.
+  """
+
+  def __init__(self, tail: int, units: Mapping[int, Unit], keys: Mapping[int, Any]):
+    self._tail, self._units, self._keys = tail, units, keys
+    self._members: list[int] = []
+
+  def append(self, parameter: int) -> None:
+    """Adds a parameter. They come in the order of the tree, all before the first search."""
+    self._members.append(parameter)
+
+  @functools.cached_property
+  def _alike(self) -> dict[Any, dict[Any, list[int]]]:
+    """For each kind of parameters that are alike, these by every start of their paths; see `_likeness`."""
+    kinds: dict[Any, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i in self._members:
+      keys = self._keys[i]
+      starts = kinds[_likeness(self._units[i], keys, self._tail)]
+      for length in range(len(keys) + 1):
+        starts[keys[:length]].append(i)
+    return kinds
+
+  def below(self, start: Any) -> Iterator[int]:
+    """The parameters whose paths begin with certain keys; a single one without looking at its path."""
+    if len(self._members) == 1:
+      yield from self._members
+      return
+    for starts in self._alike.values():
+      yield from starts.get(start, ())
+
+  def nearest(self, path, i: int, is_state_of: Callable[[int], bool]) -> int | None:
+    """The nearest parameter of those that a unit may be state of; of equally near ones the first in the tree.
+
+    Args:
+      path: keys of the unit, or of the list or dataclass that it is a part of.
+      i: index of the unit, which is not its own parameter.
+      is_state_of: whether it can be state of a parameter with another key before the tail. The answer is the same for
+        all that are alike and share equally many first keys with the path.
+    """
+    here = _before(path, self._tail)
+    if len(self._members) == 1:  # the usual case, in which an index would cost more than it saves
+      [only] = self._members
+      other_tail = _before(self._keys[only], self._tail) != here
+      return only if only != i and other_tail and is_state_of(only) else None
+    found = [
+      candidate
+      for (before, *_), starts in self._alike.items()
+      if before != here  # otherwise the tail is longer
+      if (candidate := self._nearest_alike(starts, path, i, is_state_of)) is not None
+    ]
+    return max(sorted(found), key=lambda other: _nearness(path, self._keys[other]), default=None)
+
+  def _nearest_alike(self, starts, path, i: int, is_state_of: Callable[[int], bool]) -> int | None:
+    before = _before(path, self._tail)
+    for shared in range(len(path), -1, -1):
+      for other in starts.get(path[:shared], ()):
+        keys = self._keys[other]
+        if other == i or _shared_keys(path, keys) != shared or _before(keys, self._tail) == before:
+          continue  # itself, or nearer than that, or the tail is longer
+        if is_state_of(other):
+          return other
+        break
+    return None
+
+
+def _before(keys, tail: int) -> Any:
+  """The key before the last ones of a path; empty if there is none."""
+  return keys[-tail - 1 : -tail]
+
+
+def _likeness(parameter: Unit, keys, tail: int) -> Any:
+  """What `_is_state_of` reads of a parameter, except for its first keys, and the key before its tail if not the first."""
+  root = frozenset(entry for entry in _root(parameter, keys) if isinstance(entry, GetAttrKey))
+  before = _before(keys, tail) if tail != len(keys) - 1 else None
+  return (
+    before,
+    len(keys),
+    'params' in keys[:2],
+    root,
+    parameter.shape,
+    parameter.unnamed,
+    parameter.below,
+  )
+
+
+def _by_tail(parameters: Mapping[int, Unit], keys: Mapping[int, Any]) -> dict[Any, _Parameters]:
   """The parameters by their names and the last keys that their state may repeat.
 
   Also by the key before the fewest of these and the rest: with one optimizer for each model, `params/actor/w` has
   `opt_states/actor/0/mu/w`.
   """
-  by_tail: dict[Any, list[int]] = defaultdict(list)
+  by_tail: dict[Any, _Parameters] = {}
+
+  def add(i: int, tail: int, *key: Any) -> None:
+    key = (parameters[i].static, *key)
+    if key not in by_tail:
+      by_tail[key] = _Parameters(tail, parameters, keys)
+    by_tail[key].append(i)
+
   for i, unit in parameters.items():
     length = 0
     for length in _tail_lengths(keys[i], unit.below):
-      by_tail[unit.static, keys[i][-length:]].append(i)
+      add(i, length, keys[i][-length:])
     if length > 1:
-      by_tail[unit.static, keys[i][-length], keys[i][1 - length :]].append(i)
+      add(i, length - 1, keys[i][-length], keys[i][1 - length :])
   return by_tail
 
 
@@ -268,18 +367,19 @@ def _parameter_at(path, i: int, units: Mapping[int, Unit], keys, by_tail) -> int
       tails = [(static, key, path[-length:]) for key in path[:-length]] if length else []
     else:
       tails = [(static, path[-length:])]
-    found = next(filter(None, map(by_tail.get, tails)), ())
-    candidates = [
-      other
-      for other in found
-      if other != i
-      and (units[other].fits or units[other].shape == units[i].shape)
-      and _is_state_of(units[i], path, units[other], keys[other], length)
-    ]
-    if candidates:
-      nearest = max(candidates, key=lambda other: _nearness(path, keys[other]))
-      if not _has_a_nearer(path, i, _shared_keys(path, keys[nearest]), length, units, keys, by_tail):
-        return nearest
+    found: _Parameters | None = next(filter(None, map(by_tail.get, tails)), None)
+    if found is None:
+      continue
+
+    def is_state_of(other: int, length: int = length) -> bool:
+      fits = units[other].fits or units[other].shape == units[i].shape
+      return fits and _is_state_of(units[i], path, units[other], keys[other], length)
+
+    nearest = found.nearest(path, i, is_state_of)
+    if nearest is None:
+      continue
+    if not _has_a_nearer(path, i, _shared_keys(path, keys[nearest]), length, units, keys, by_tail):
+      return nearest
   return None
 
 
@@ -287,10 +387,12 @@ def _has_a_nearer(
   path, i: int, shared: int, length: int, units: Mapping[int, Unit], keys, by_tail
 ) -> bool:
   """Whether a parameter of a shorter tail is in the same model as a unit, of which a found one is not."""
+  tails = (by_tail.get((units[i].static, path[-shorter:])) for shorter in range(length - 1, 0, -1))
   return any(
     other != i and _shared_keys(path, keys[other]) > shared
-    for shorter in range(length - 1, 0, -1)
-    for other in by_tail.get((units[i].static, path[-shorter:]), ())
+    for parameters in tails
+    if parameters is not None
+    for other in parameters.below(path[: shared + 1])
   )
 
 
@@ -307,16 +409,19 @@ def _is_state_of(unit: Unit, path, parameter: Unit, keys, length: int) -> bool:
   are enough, and so is a stack of arrays of the parameter's shape.
   """
   shared = _shared_keys(path, keys)
-  if path[-length - 1 : -length] == keys[-length - 1 : -length]:  # the tail is longer
-    return False
   if len(keys) - shared - length < (1 if shared else 0):
     return False
   between = unit.path[shared : len(path) - length]
-  root = parameter.path[: len(keys) - _tail_lengths(keys, parameter.below)[-1]]
+  root = _root(parameter, keys)
   if not unit.fits or any(isinstance(entry, GetAttrKey) and entry not in root for entry in between[1:]):
     return True
   apart = GetAttrKey in map(type, between) or ('params' in keys[:2] and 'params' not in path[:2])
   return apart and _is_stack_of(unit, parameter)
+
+
+def _root(parameter: Unit, keys) -> KeyPath:
+  """The start of a parameter's path that its state never repeats."""
+  return parameter.path[: len(keys) - _tail_lengths(keys, parameter.below)[-1]]
 
 
 def _is_stack_of(unit: Unit, parameter: Unit) -> bool:
@@ -347,10 +452,11 @@ def _certain_parameter(i: int, parameter: int, units: Mapping[int, Unit], keys, 
   """The parameter of a state among all that are as near; None if these have different names."""
   state, length = _repeated(keys[i], keys[parameter])
   nearness = _nearness(state, keys[parameter])
-  tails = by_tail.get((None, state[-length:]), ())
-  if parameter not in tails:  # found by the name of its model
+  tails = by_tail.get((None, state[-length:]))
+  near = tails.below(state[: nearness[0]]) if tails is not None else ()
+  nearest = sorted(other for other in near if _nearness(state, keys[other]) == nearness)
+  if parameter not in nearest:  # found by the name of its model
     return parameter
-  nearest = [other for other in tails if _nearness(state, keys[other]) == nearness]
   shaped = [other for other in nearest if units[other].shape == units[i].shape] or nearest
   return shaped[0] if len({units[other].static for other in shaped}) == 1 else None
 
