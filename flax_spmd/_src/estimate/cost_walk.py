@@ -317,6 +317,7 @@ class _CostWalk:
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
+    self.gather_groups: dict[tuple[int, Spec, bool], int] = {}  # the combined collective of each resharding
     self.before_loops: set[tuple[int, Spec]] = set()  # arrays and shardings that loops find
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.kind = ''  # of the current operation
@@ -1026,11 +1027,13 @@ class _CostWalk:
       return
     if (value, required, is_grouped) not in self.resharded:
       self.resharded.add((value, required, is_grouped))
-      self._reshard(value, self.specs[value], required, times, source)
+      groups = self._reshard(value, self.specs[value], required, times, source)
+      self.gather_groups[value, required, is_grouped] = groups[-1] if groups else -1
     size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
     is_kept = size > self._bytes(value) and (value, required) not in self.before_loops
+    group = self.gather_groups.get((value, required, is_grouped), -1)
     for index in (len(self.present), self.needed_until) if is_kept else ():
-      self.copies.add(value, (required, is_grouped), index, size)
+      self.copies.add(value, (required, is_grouped), index, size, group)
 
   def _keep_gathered(self, value: int, before: Spec) -> None:
     """Keeps a gathered array, which is not stored otherwise, for all operations that are computed from it."""
@@ -1040,7 +1043,7 @@ class _CostWalk:
       for index in (len(self.present), last):  # its shard is not needed any more
         self.copies.add(value, self.specs[value], index, self._bytes(value) - shard)
 
-  def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> None:
+  def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> list[int]:
     ops = self._between(self._wire_value(value), before, after)
     self._hide(value, ops)
     if any(op.kind == 'all-gather' for op in ops):
@@ -1054,7 +1057,7 @@ class _CostWalk:
         self.gathered_bytes += copy
       self.work.hbm_bytes += times * copy
     is_settled = (self._wire_value(value), before, after) in self.known.settled
-    self._add_collectives(ops, times, value, source, is_settled=is_settled)
+    return self._add_collectives(ops, times, value, source, is_settled=is_settled)
 
   def _hide(self, value: int, ops: Sequence[CollectiveOp]) -> None:
     """Notes the collectives of an array that a loop has computed, which a product before the loop can hide."""

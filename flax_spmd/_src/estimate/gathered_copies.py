@@ -9,27 +9,29 @@ LSTM to the byte.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-
-from flax_spmd._src.estimate.graph import Spec
+from collections.abc import Hashable, Sequence
 
 
 class GatheredCopies:
   """The copies of one block, with the operations that use them."""
 
   def __init__(self) -> None:
-    self._uses: dict[tuple[int, Spec], tuple[int, int, float]] = {}
+    self._uses: dict[tuple[int, Hashable], tuple[int, int, float]] = {}
+    self._groups: dict[tuple[int, Hashable], int] = {}
 
-  def add(self, value: int, spec: Spec, index: int, size: float) -> None:
+  def add(self, value: int, spec: Hashable, index: int, size: float, group: int = -1) -> None:
     """Adds a use.
 
     Args:
       value, spec: the array, and the sharding that it is gathered to.
       index: number of the operation that uses it.
       size: bytes of the copy.
+      group: number of the combined collective that makes it, with the other copies of that; -1 if it is unknown.
     """
     first, _, size = self._uses.get((value, spec), (index, index, size))
     self._uses[value, spec] = first, index, size
+    if group >= 0:
+      self._groups[value, spec] = group
 
   def prolong(self, index: int, until: int) -> None:
     """Keeps the copies that an operation is the last to use until a later one, which it is delayed to."""
@@ -55,9 +57,14 @@ class GatheredCopies:
       4.0
     """
     steps = [0.0] * (len(present) + 2)
-    for first, last, size in self._uses.values():
-      if size > 0 and last > first:
-        steps[first + 1] += size
-        steps[last + 1] -= size
+    together: dict[int, int] = {}
+    for key, group in self._groups.items():
+      together[group] = min(self._uses[key][0], together.get(group, len(present)))
+    for key, (first, last, size) in self._uses.items():
+      made = together.get(self._groups.get(key, -1), first)
+      spans = ((made, first), (first + 1, last + 1)) if size > 0 else ()  # `present` has it during the first
+      for start, end in spans:
+        steps[start] += size
+        steps[end] -= size
     kept = itertools.accumulate(steps)
     return max(map(sum, zip(present, kept)), default=0.0) - max(present, default=0.0)

@@ -16,9 +16,8 @@ from flax_spmd._src.hlo.counts import Collective, Counts, count_module, scaled
 from flax_spmd._src.hlo.parser import HloModule, parse
 from flax_spmd._src.text import size_text
 
-_ALIKE = (
-  0.08  # largest relative difference in bytes on the wire of a walk that has the compiler's arrays
-)
+# Largest differences in bytes, relative to the memory, of a walk that has the compiler's arrays. Few sums are live at once.
+_ALIKE, _ALIKE_SUMS = 0.08, 0.2
 
 
 def partitioned_counts(code: bytes, sizes: Mapping[str, int]) -> Counts | None:
@@ -66,7 +65,16 @@ def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
   apart = sum(abs(ours.get(axes, 0.0) - theirs.get(axes, 0.0)) for axes in ours | theirs)
   if apart > _ALIKE * costs.memory:
     doubts = (*doubts, f'memory: gathered arrays of {size_text(apart)} are others than the estimate has')
+  apart = abs(_summed(costs.counts) - _summed(counts))
+  if apart > _ALIKE_SUMS * costs.memory:
+    doubts = (*doubts, f'memory: sums of {size_text(apart)} are scattered otherwise than the estimate has')
   return costs._replace(counts=known, doubts=doubts)
+
+
+def _summed(counts: Counts) -> float:
+  """The bytes that sums over devices write, each in one run: of scattered ones, the part of a device."""
+  whole = sum(one.bytes for one in counts.collectives if one.kind == 'all-reduce')
+  return whole + sum(one.bytes / one.group for one in counts.collectives if one.kind == 'reduce-scatter')
 
 
 def _gathered(counts: Counts) -> dict[frozenset[str], float]:
