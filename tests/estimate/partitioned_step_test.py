@@ -131,6 +131,24 @@ def test_memory_is_in_doubt_where_the_walk_gathers_other_arrays(monkeypatch, sha
   assert outcome.doubts == ((text,) if is_in_doubt else ())
 
 
+@pytest.mark.parametrize(('share', 'is_in_doubt'), [(0.15, False), (0.25, True)])
+def test_memory_is_in_doubt_where_sums_are_scattered_otherwise(monkeypatch, share, is_in_doubt):
+  """The bytes that sums write, as a share of the peak memory."""
+  layout = spmd.Layout(spmd.abstract_mesh({'a': 8}), (('batch', 'a'),))
+  estimator = Estimator(transformer())
+  quick = estimator.estimate(layout, 'h100:8', partition=False)
+  whole, less = quick.counts.collectives, share * quick.memory.peak
+  assert {one.kind for one in whole} == {'all-reduce'}
+  written = sum(one.bytes for one in whole)
+  scattered = Collective('reduce-scatter', ('a',), 8, 8 * (written + less), 1, 0.0, 'f32', '', '')
+  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
+  changed = quick.counts._replace(collectives=(scattered,))
+  monkeypatch.setattr(estimator_module, 'partitioned_counts', lambda code, sizes: changed)
+  outcome = estimator.estimate(layout, 'h100:8')
+  text = f'memory: sums of {size_text(less)} are scattered otherwise than the estimate has'
+  assert outcome.doubts == ((text,) if is_in_doubt else ())
+
+
 def test_the_flops_of_kernels_count_in_a_partitioned_step(monkeypatch):
   """The partitioned program has them as custom calls, whose work its text does not have."""
   layout = spmd.Layout(spmd.abstract_mesh({'a': 8}), (('batch', 'a'),))

@@ -50,11 +50,15 @@ class GatheredCopies:
       present: memory in bytes during each operation, with the copies that it uses for the first time.
 
     Example:
-      >>> copies = GatheredCopies()
+      >>> copies, together = GatheredCopies(), GatheredCopies()
       >>> copies.add(7, (), 0, 5.0)
       >>> copies.add(7, (), 3, 5.0)
       >>> copies.added([10.0, 2.0, 9.0, 3.0])
       4.0
+      >>> for value, index in ((1, 0), (2, 2)):  # made by one collective, before the first of them is used
+      ...   together.add(value, (), index, 5.0, group=0)
+      >>> together.added([10.0, 2.0, 9.0])
+      5.0
     """
     steps = [0.0] * (len(present) + 2)
     together: dict[int, int] = {}
@@ -62,7 +66,9 @@ class GatheredCopies:
       together[group] = min(self._uses[key][0], together.get(group, len(present)))
     for key, (first, last, size) in self._uses.items():
       made = together.get(self._groups.get(key, -1), first)
-      spans = ((made, first), (first + 1, last + 1)) if size > 0 else ()  # `present` has it during the first
+      spans = (
+        ((made, first), (first + 1, last + 1)) if size > 0 else ()
+      )  # `present` has it during the first
       for start, end in spans:
         steps[start] += size
         steps[end] -= size

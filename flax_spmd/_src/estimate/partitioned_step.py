@@ -67,7 +67,10 @@ def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
     doubts = (*doubts, f'memory: gathered arrays of {size_text(apart)} are others than the estimate has')
   apart = abs(_summed(costs.counts) - _summed(counts))
   if apart > _ALIKE_SUMS * costs.memory:
-    doubts = (*doubts, f'memory: sums of {size_text(apart)} are scattered otherwise than the estimate has')
+    doubts = (
+      *doubts,
+      f'memory: sums of {size_text(apart)} are scattered otherwise than the estimate has',
+    )
   return costs._replace(counts=known, doubts=doubts)
 
 
