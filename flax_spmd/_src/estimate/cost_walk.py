@@ -385,7 +385,7 @@ class _CostWalk:
       self.combiner.add_dependences(op.results, op.operands)
       written, reads, ending = live.written[index], live.reads[index], live.ending[index]
       for value in written:
-        alive[value] = self._written_bytes(op, value)
+        alive[value] = 0.0 if value in self.views else self._written_bytes(op, value)
         now += alive[value]
       for value in live.copied[index]:
         alive[copy_of(value)] = self._bytes(value)
