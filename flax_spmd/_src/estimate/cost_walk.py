@@ -317,7 +317,9 @@ class _CostWalk:
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
-    self.gather_groups: dict[tuple[int, Spec, bool], int] = {}  # the combined collective of each resharding
+    self.gather_groups: dict[
+      tuple[int, Spec, bool], int
+    ] = {}  # the combined collective of each resharding
     self.before_loops: set[tuple[int, Spec]] = set()  # arrays and shardings that loops find
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.kind = ''  # of the current operation
@@ -414,6 +416,8 @@ class _CostWalk:
           self.spikes.append((op.source, reason, present + self.padded))
       if self.fills_stacks and self._runs_last(op):
         held.update(reads)
+      if self._is_added_at_once(op):
+        now -= alive.pop(op.results[0], 0.0)
       for value in ending:
         if value not in held:
           now -= alive.pop(value, 0.0)
@@ -502,6 +506,16 @@ class _CostWalk:
     product = op.results[0] if op.results else 0
     partial = self.partial_sums.get(product) if self.loop and op.kind == 'dot_general' else None
     return partial is not None and not self._is_reduced_later(product, partial)
+
+  def _is_added_at_once(self, op: Op) -> bool:
+    """Whether an operation is a product that a loop over microbatches adds to its carry, and reduces after the loop.
+
+    The program adds gradients when it has all of them; XLA adds each one where it is computed.
+    """
+    if not self.loop or op.kind not in PRODUCTS or op.results[0] not in self.analyzed.loop_sums:
+      return False
+    partial = self.partial_sums.get(op.results[0])
+    return partial is None or self._is_reduced_later(op.results[0], partial)
 
   def _is_reduced_later(self, value: int, partial: PartialSum) -> bool:
     """Whether a partial sum in a loop is added to the loop's carry, which is reduced after the loop."""
