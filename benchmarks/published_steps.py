@@ -33,7 +33,7 @@ MEASURED, HERE = Path(__file__).with_name('one_gpu.json'), 'h100:1'
 SOURCE = 'https://github.com/flax-spmd/flax_spmd/tree/main/benchmarks/one_gpu.py'
 DIES = {'h200': 'h100'}  # another memory, the same products
 MARGIN = 0.97  # of the low end, below the fastest step relative to its expected time
-BANDWIDTHS, STARTS = (0.7, 0.75, 0.8, 0.85, 0.9, 1.0), (0.0, 2e-6, 3e-6, 4e-6)
+BANDWIDTHS, STARTS = (0.7, 0.75, 0.8, 0.85, 0.9, 1.0), (0.0, 1.5e-6, 2.3e-6, 3e-6)
 
 
 class Step(NamedTuple):

@@ -27,7 +27,7 @@ _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
 HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
 # Fitted to published step times; `benchmarks/published_steps.py` does it again.
 BANDWIDTH = 0.8  # reachable share of the bandwidth of HBM
-START, _GPUS = 3e-6, ('cuda', 'rocm')  # seconds to start an operation of a GPU
+START, _GPUS = 2.3e-6, ('cuda', 'rocm')  # seconds to start an operation of a GPU
 PUBLISHED, INSIDE = 51, 50  # steps, and those in the bracket that is fitted to the others
 _SHOWN = (
   0.5  # communication up to this part of the rest is not hidden in published steps, which have no more
