@@ -75,7 +75,9 @@ _RESHAPE = 'reshape'
 _IDENTITIES = (*_CONSTRAINTS, BARRIER)  # their results are their operands, one by one
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
 _HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
-_KERNELS = 1.3  # of an operation whose result is stored: norms, sums and copies in XLA's programs take several
+_KERNELS = (
+  1.3  # of an operation whose result is stored: norms, sums and copies in XLA's programs take several
+)
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 
 
