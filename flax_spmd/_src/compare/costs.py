@@ -29,9 +29,8 @@ HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
 BANDWIDTH = 0.8  # reachable share of the bandwidth of HBM
 START, _GPUS = 2.3e-6, ('cuda', 'rocm')  # seconds to start an operation of a GPU
 PUBLISHED, INSIDE = 51, 50  # steps, and those in the bracket that is fitted to the others
-_SHOWN = (
-  0.5  # communication up to this part of the rest is not hidden in published steps, which have no more
-)
+# Communication up to this part of the rest is not hidden in published steps, which have no more.
+_SHOWN = 0.5
 # Factors at both ends on the time of memory: none below the first ratio of it to the time of products, all from the second.
 _MEMORY, _WAITING = (0.85, 1.2), (0.4, 1.0)
 

@@ -75,9 +75,8 @@ _RESHAPE = 'reshape'
 _IDENTITIES = (*_CONSTRAINTS, BARRIER)  # their results are their operands, one by one
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
 _HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
-_KERNELS = (
-  1.3  # of an operation whose result is stored: norms, sums and copies in XLA's programs take several
-)
+# Kernels of an operation whose result is stored: norms, sums and copies take several in XLA's programs.
+_KERNELS = 1.3
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 
 
@@ -320,9 +319,8 @@ class _CostWalk:
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
-    self.gather_groups: dict[
-      tuple[int, Spec, bool], int
-    ] = {}  # the combined collective of each resharding
+    # Of each resharding, the combined collective that it is a part of.
+    self.gather_groups: dict[tuple[int, Spec, bool], int] = {}
     self.before_loops: set[tuple[int, Spec]] = set()  # arrays and shardings that loops find
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.kind = ''  # of the current operation

@@ -66,9 +66,8 @@ class GatheredCopies:
       together[group] = min(self._uses[key][0], together.get(group, len(present)))
     for key, (first, last, size) in self._uses.items():
       made = together.get(self._groups.get(key, -1), first)
-      spans = (
-        ((made, first), (first + 1, last + 1)) if size > 0 else ()
-      )  # `present` has it during the first
+      # `present` has it during the first.
+      spans = ((made, first), (first + 1, last + 1)) if size > 0 else ()
       for start, end in spans:
         steps[start] += size
         steps[end] -= size
