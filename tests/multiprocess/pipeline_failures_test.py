@@ -188,7 +188,7 @@ STALLED = re.compile(
 )
 ENDED = re.compile(
   r'pipeline_jit of train_step: rank 1, of process 1, has ended, or the connection to it: process 0 waited in the '
-  r'transfer "rank \d -> rank \d: float32\[2,8\] of microbatch \d", and it failed: .+\.\n'
+  r'transfer "rank \d -> rank \d: float32\[(2,8\] of microbatch \d|\])", and it failed: .+\.\n'
   r'Fix: see the end of its output; then restart all processes from the newest checkpoint\.'
 )
 

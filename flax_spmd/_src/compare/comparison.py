@@ -57,7 +57,7 @@ class Comparison:
     >>> [outcome.name for outcome in comparison], comparison.source
     (['data', 'tensor'], 'estimated')
     >>> comparison.diff('data', 'tensor')[0]
-    'tensor needs 105 KiB less: memory on a device'
+    'tensor needs 49 KiB less: memory on a device'
   """
 
   def __init__(self, target: Target, outcomes: list[Outcome]):
