@@ -180,6 +180,18 @@ for cls in (process_transfer.CrossHostCopy, process_transfer.ProcessTransfer):
 """
 """Source that dispatches transfers as on GPUs: a step returns before JAX's copies have ended."""
 
+DIES_AFTER_A_STEP = """
+for number in range(100):
+  w, value = step(w, batch)
+  if number == 2 and me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  try:
+    float(value)
+  except jax.errors.JaxRuntimeError:
+    break
+"""
+"""Source in which one rank dies, and the other reads results until that is an error."""
+
 STALLED = re.compile(
   r'pipeline_jit of train_step: rank 1, of process 1, is stalled: process 0 waited in the transfer '
   r'"rank \d -> rank \d: float32\[2,8\] of microbatch \d" for 2 s\.\n'
@@ -236,14 +248,6 @@ for number in range(9):
 def test_a_rank_that_dies_after_the_step_has_returned_is_named():
   """Reading the result raises JAX's error. The reason is on stderr, and the next step raises it."""
   source = """
-for number in range(100):
-  w, value = step(w, batch)
-  if number == 2 and me == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-  try:
-    float(value)
-  except jax.errors.JaxRuntimeError:
-    break
 time.sleep(1)  # the watch learns it later than the caller by milliseconds
 errors = []
 for _ in range(2):
@@ -253,7 +257,9 @@ for _ in range(2):
     errors.append(str(error))
 report(errors)
 """
-  survivor, victim = run(source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
+  survivor, victim = run(
+    DIES_AFTER_A_STEP + source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30
+  )
   assert victim.returncode == -9 and survivor.returncode == 1
   first, second = survivor.value
   assert ENDED.fullmatch(first), first
@@ -265,17 +271,7 @@ report(errors)
 
 
 def test_a_process_that_ends_after_the_error_of_jax_has_said_why():
-  source = """
-for number in range(100):
-  w, value = step(w, batch)
-  if number == 2 and me == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-  try:
-    float(value)
-  except jax.errors.JaxRuntimeError:
-    break
-"""
-  survivor, _ = run(source, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
+  survivor, _ = run(DIES_AFTER_A_STEP, 2, 20, JAX_COPIES + RETURNS_EARLY, check=False, grace=30)
   assert survivor.returncode == 1
   reason = re.search(r'(?m)^PipelineError: (.*\n.*)', survivor.stderr)
   assert reason and ENDED.fullmatch(reason[1]), survivor.stderr

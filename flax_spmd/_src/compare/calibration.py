@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from flax_spmd._src.compare.costs import Cost, local, local_seconds
+from flax_spmd._src.compare.costs import Cost, expected, local_seconds
 from flax_spmd._src.compare.hardware import Chip, Target, parse_target
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.hlo.counts import Counts
@@ -129,7 +129,7 @@ def _expected(outcome: Outcome, chip: Chip) -> float:
   if outcome.cost is None:
     return math.nan
   compute, memory, links, *_ = outcome.cost
-  return chip.pace * (local(compute, memory, chip.platform) + sum(links.values()))
+  return expected(compute, memory, sum(links.values()), chip)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -86,7 +86,7 @@ def cost(
     chip.pace * factor * end
     for factor, end in zip(chip.spread, ends(compute, memory, communication, chip.platform), strict=True)
   )
-  middle = chip.pace * (local(compute, memory, chip.platform) + communication)
+  middle = expected(compute, memory, communication, chip)
   return Cost(compute, memory, links, low, middle, high, slowest)
 
 
@@ -110,6 +110,11 @@ def local_seconds(counts: Counts, chip: Chip, flops: float) -> tuple[float, floa
 def local(compute: float, memory: float, platform: str) -> float:
   """The time of the operations of a device."""
   return max(compute, memory) if platform == 'tpu' else compute + memory
+
+
+def expected(compute: float, memory: float, communication: float, chip: Chip) -> float:
+  """The expected time of a step, from the times of the three parts."""
+  return chip.pace * (local(compute, memory, chip.platform) + communication)
 
 
 def ends(compute: float, memory: float, communication: float, platform: str) -> tuple[float, float]:
