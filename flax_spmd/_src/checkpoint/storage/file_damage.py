@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointNotFoundError
 
-_THREADS = 8
+_THREADS = min(8, os.cpu_count() or 1)  # more than processors take time from those that read arrays
 _DATA = 'd'  # the folder that holds the bytes of arrays
 
 
