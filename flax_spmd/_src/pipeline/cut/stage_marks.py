@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flax_spmd._src import compat
-from flax_spmd._src.pipeline.argument_checks import unexpected_leaves
+from flax_spmd._src.pipeline.argument_checks import named_leaves, unexpected
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
@@ -63,7 +63,7 @@ def stage_end(x: Any, name: str | None = None) -> Any:
     raise PipelineError(
       f'stage_end({x!r}): there is no array to cut at.\nFix: pass the arrays that the next stage uses.'
     )
-  strange = unexpected_leaves(x)
+  strange = unexpected(named_leaves(x))
   if strange:
     raise PipelineError(
       'stage_end: only arrays and numbers can be sent from stage to stage, '
