@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +88,12 @@ class Equation:
     """The line of the user's program that it comes from."""
     return source_line(self.source)
 
-  def replaced(self, known: Mapping[Value, Atom]) -> Equation:
-    """The same equation, with some inputs replaced."""
-    return self.on([lookup(known, atom) for atom in self.inputs], self.outputs)
+  def renamed(self, names: Mapping[Value, Atom]) -> Equation:
+    """The same operation, with other names for some of its values; itself if it has none of them."""
+    if names.keys().isdisjoint((*self.values, *self.outputs)):
+      return self
+    inputs, outputs = ([lookup(names, atom) for atom in each] for each in (self.inputs, self.outputs))
+    return self.on(inputs, cast(list[Value], outputs))
 
   def on(self, inputs: list[Atom], outputs: list[Value]) -> Equation:
     """The same operation, on other values."""

@@ -21,7 +21,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, source_lines
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, ends_among, source_lines
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, microbatch_p, stage_end_p
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.text import first_lines
@@ -172,8 +172,11 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
 
 def _once(arguments, equations, results) -> StepParts:
   """A function without a loop, as a loop over one microbatch."""
-  ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
-  back = [one for one in ends if one.params['direction'] == 'backward']
+  back = [
+    one
+    for one in equations
+    if one.primitive in (stage_end_p, may_end_p) and one.params['direction'] == 'backward'
+  ]
   if back:
     raise PipelineError(
       f'Gradients are taken through stage ends outside a microbatch loop:\n{source_lines(back)}\n'
@@ -199,16 +202,22 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   variables = [Value(variable.aval) for variable in inner.inputs[constants:]]
   before, slices = variables[:carried], variables[carried:]
   inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables], marked)
-  _check_nested(scan, [one for one in inside if passes(one)])
+  nested = next(filter(passes, inside), None)
+  if nested is not None:
+    raise PipelineError(
+      f'The microbatch loop at {nested.source_line} is inside another loop, at {scan.source_line}.\n'
+      'Fix: call accumulate at the top level of the step, and loop over steps in Python.'
+    )
   # a value that every pass hands on unchanged is one of the step
   same = {old: start for old, new, start in zip(before, outputs, starts) if old is new}
-  inside = [one.replaced(same) for one in inside] if same else inside
+  inside = [one.renamed(same) for one in inside]
   outputs = [
     one if number < carried and one is before[number] else eq.resolved(same, [one])[0]
     for number, one in enumerate(outputs)
   ]
-  whole, inside = inside, _needed(inside, outputs)
-  idle = [one for one in whole if _is_end(one) and one not in set(inside)]
+  ends, inside = ends_among(inside), _needed(inside, outputs)
+  live = set(inside)
+  idle = [one for one in ends if one not in live]
   schedule = next((one.params['schedule'] for one in inside if one.primitive is microbatch_p), None)
   hoisted, inside = _hoisted(inside, {*before, *slices})
   rows, index = dict(zip(slices, batch, strict=True)), Value(jax.typeof(np.uint32(0)))
@@ -293,7 +302,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
       inside, replacements = eq.opened(one, lambda inner: marked(inner) or _is_small(inner))
       opened += inside
       known.update(replacements)
-      recomputed += filter(_is_end, inside)
+      recomputed += ends_among(inside)
     else:
       opened.append(one)
   outputs = eq.resolved(known, outputs)
@@ -319,18 +328,6 @@ def _check_recomputed(
     )
 
 
-def _check_nested(scan: Equation, inner: Sequence[Equation]) -> None:
-  if inner:
-    raise PipelineError(
-      f'The microbatch loop at {inner[0].source_line} is inside another loop, at {scan.source_line}.\n'
-      'Fix: call accumulate at the top level of the step, and loop over steps in Python.'
-    )
-
-
-def _is_end(equation: Equation) -> bool:
-  return equation.primitive is stage_end_p and equation.params['direction'] == 'forward'
-
-
 def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
   """The equations that outputs depend on, with the forward mark of every backward mark.
 
@@ -343,8 +340,8 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
     for one in kept
     if one.primitive is stage_end_p and one.params['direction'] == 'backward'
   )
-  back.subtract(one.params['number'] for one in kept if _is_end(one))
-  short = [one for one in equations if _is_end(one) and back[one.params['number']] > 0]
+  back.subtract(one.params['number'] for one in ends_among(kept))
+  short = [one for one in ends_among(equations) if back[one.params['number']] > 0]
   if not short:
     return kept
   return eq.needed(equations, [*outputs, *(value for one in short for value in one.outputs)])

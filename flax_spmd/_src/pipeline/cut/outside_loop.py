@@ -55,20 +55,9 @@ class JoinedStep(NamedTuple):
   invariants: list[Value]
   rank_of: dict[Value, int]
 
-  @property
-  def outputs(self) -> list[Value]:
-    """The values that the results of the step or the loop's tasks read."""
-    return [*self.results, *self.invariants, *self.start.values()]
-
 
 def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) -> JoinedStep:
-  """Connects the equations outside the loop to the task programs.
-
-  Args:
-    step: the traced step.
-    programs: the task programs of its loop.
-    stage_ranks: the rank of each stage.
-  """
+  """Connects the equations outside the loop to its task programs."""
   loop, body, producer = step.loop, programs.body, programs.producers()
   before: list[Equation] = []
   traces: dict[Any, Any] = {}
@@ -97,7 +86,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
       known[stack] = value
   kept, stacks = (outside, {}) if loop.once else ({}, outside)
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
-  rest = [one.replaced(known) for one in step.equations]
+  rest = [one.renamed(known) for one in step.equations]
   results = eq.resolved(known, step.results)
   return JoinedStep(
     [*before, *after, *rest], indices, start, final, kept, stacks, results, body.invariants, rank_of
@@ -170,7 +159,8 @@ def assign_ranks(joined: JoinedStep) -> RankAssignment:
   level: dict[Value, int] = {}
   bound: dict[tuple[int, int], list[Equation]] = defaultdict(list)
   free: list[Equation] = []
-  pending = eq.needed(_in_order(joined.equations), joined.outputs)[::-1]
+  outputs = [*joined.results, *joined.invariants, *joined.start.values()]
+  pending = eq.needed(_in_order(joined.equations), outputs)[::-1]
   split: set[Equation] = set()
   while pending:
     equation = pending.pop()
@@ -262,7 +252,5 @@ def _branch_per_rank(equation: Equation, rank_of: Mapping[Value, int]) -> list[E
     jaxpr, inputs = only(outputs)
     equations, results = eq.flatten(jaxpr, inputs, lambda _: False)
     names = dict(zip(results, (equation.outputs[number] for number in outputs), strict=True))
-    for one in equations:
-      one.outputs = [names.get(value, value) for value in one.outputs]
-    parts += equations
+    parts += [one.renamed(names) for one in equations]
   return parts

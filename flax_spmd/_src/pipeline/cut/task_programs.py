@@ -249,7 +249,7 @@ def _sums(cut, before, last, terms, additions, producer) -> list[tuple[Value, Va
     at = max(cut.position[producer[term]] for term in stage_terms)
     for term in stage_terms + (anywhere if number == 0 else []):
       total = Value(last.outputs[0].aval)
-      new.append(dataclasses.replace(last, inputs=[current, term], outputs=[total]))
+      new.append(last.on([current, term], [total]))
       cut.position[new[-1]] = at
       current = total
     sums.append((start, current))
@@ -342,19 +342,11 @@ def _split_weights(task: TaskProgram, tasks: list[TaskProgram]) -> list[TaskProg
   # the second task reads what the first one repeats of other tasks: a value has one producer, so these copies are new
   computed = {value for one in first for value in one.outputs}
   copies = {value: Value(value.aval) for other in others for value in other.outputs if value in computed}
-  first, rest = ([_renamed(one, copies) for one in each] for each in (first, rest))
+  first, rest = ([one.renamed(copies) for one in each] for each in (first, rest))
   read = {*eq.free_values(rest), *task.outputs}
   outputs = [value for one in first for value in one.outputs if value in read]
   late = [value for one in rest for value in one.outputs if value in set(task.outputs)]
   return [TaskProgram(('bwd', stage), first, outputs), TaskProgram(('wgrad', stage), rest, late)]
-
-
-def _renamed(equation: Equation, names: Mapping[Value, Value]) -> Equation:
-  """An equation on other values; itself if it has none of them."""
-  if names.keys().isdisjoint((*equation.values, *equation.outputs)):
-    return equation
-  inputs = [eq.lookup(names, atom) for atom in equation.inputs]
-  return equation.on(inputs, [names.get(value, value) for value in equation.outputs])
 
 
 # -- accumulators
