@@ -77,11 +77,8 @@ def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None])
 class ProcessTransfers:
   """What the transfers of a pipeline between processes share.
 
-  Args:
-    mesh, axis: the whole mesh, and its stage axis.
-
   Attributes:
-    mesh, axis: see above.
+    mesh, axis: the whole mesh, and its stage axis.
     progress: the transfers that run.
     thread: the thread that runs those between CPUs.
   """
