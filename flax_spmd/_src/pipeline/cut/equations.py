@@ -210,22 +210,6 @@ def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equat
   return equations, dict(zip(equation.outputs, outputs, strict=True))
 
 
-def contains(primitive: Primitive) -> Callable[[Any], bool]:
-  """A function that returns whether a primitive occurs inside an equation, ours or JAX's, at any depth."""
-  known: dict[int, tuple[bool, Any]] = {}  # keeps the jaxpr alive, so that its id is not reused
-
-  def occurs(jaxpr: Any) -> bool:
-    if id(jaxpr) not in known:
-      equations = compat.jaxpr_parts(jaxpr).equations
-      known[id(jaxpr)] = any(one.primitive is primitive or inside(one) for one in equations), jaxpr
-    return known[id(jaxpr)][0]
-
-  def inside(equation: Any) -> bool:
-    return any(map(occurs, compat.jaxprs_in(equation.params)))
-
-  return inside
-
-
 def occurrences(equation: Equation, primitive: Primitive) -> Iterator[Any]:
   """The equations of a primitive inside another one, at any depth; those of a function that is called twice occur once."""
   for jaxpr in compat.jaxprs_in(equation.params):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import graphlib
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +33,7 @@ class JoinedStep(NamedTuple):
   """A step with its loop replaced by task programs, and the values that connect these to the rest.
 
   Attributes:
-    equations: the equations outside the loop.
+    equations: the equations outside the loop, in a valid order.
     indices: the number of each microbatch, as arrays.
     start, final: the initial and final value of each accumulator.
     kept: for each result of a function without a loop, its value outside.
@@ -86,11 +84,9 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
       known[stack] = value
   kept, stacks = (outside, {}) if loop.once else ({}, outside)
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
-  rest = [one.renamed(known) for one in step.equations]
+  equations = [*step.before, *before, *after, *(one.renamed(known) for one in step.after)]
   results = eq.resolved(known, step.results)
-  return JoinedStep(
-    [*before, *after, *rest], indices, start, final, kept, stacks, results, body.invariants, rank_of
-  )
+  return JoinedStep(equations, indices, start, final, kept, stacks, results, body.invariants, rank_of)
 
 
 def _copied(x: Any) -> list[Any]:
@@ -160,7 +156,7 @@ def assign_ranks(joined: JoinedStep) -> RankAssignment:
   bound: dict[tuple[int, int], list[Equation]] = defaultdict(list)
   free: list[Equation] = []
   outputs = [*joined.results, *joined.invariants, *joined.start.values()]
-  pending = eq.needed(_in_order(joined.equations), outputs)[::-1]
+  pending = eq.needed(joined.equations, outputs)[::-1]
   split: set[Equation] = set()
   while pending:
     equation = pending.pop()
@@ -196,15 +192,6 @@ def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
       'on no particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
     )
   return [value for value in operands if value is anchor]
-
-
-def _in_order(equations: Sequence[Equation]) -> list[Equation]:
-  """The equations, each after those that it depends on; those with side effects keep their order."""
-  producer = {value: one for one in equations for value in one.outputs}
-  needs = {one: [producer[value] for value in one.values if value in producer] for one in equations}
-  for one, other in itertools.pairwise(one for one in equations if one.has_effects):
-    needs[other].append(one)
-  return list(graphlib.TopologicalSorter(needs).static_order())
 
 
 def result_sources(equation: Equation, given: Sequence[int]) -> list[int]:

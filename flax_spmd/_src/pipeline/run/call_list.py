@@ -75,7 +75,7 @@ class StageProgram:
     rank: the rank that runs it.
     equations: its operations.
     inputs, outputs: the values of `equations` that are its arguments and results.
-    ports: the value of the step that each input and output stands for.
+    ports: in a program of tasks, the value of the step that each input and output stands for.
   """
 
   name: str
@@ -250,9 +250,10 @@ class CallListBuilder:
     """The whole step."""
     starts = {rank: self._assignment.closure(values) for rank, values in self._needed.items()}
     ends, result_ranks = self._ends(starts)
-    calls = [_call_once(program) for program in self._start_programs(starts, ends)]
+    read = {key: eq.free_values(equations) for key, equations in ends.items()}
+    calls = [_call_once(program) for program in self._start_programs(starts, read)]
     calls += [call for scheduled in self._order for call in self._loop_call(scheduled)]
-    calls += [_call_once(program) for program in self._end_programs(ends, result_ranks)]
+    calls += [_call_once(program) for program in self._end_programs(ends, read, result_ranks)]
     results = {
       value: [Buffer(value, None, rank) for rank in ranks] for value, ranks in result_ranks.items()
     }
@@ -454,24 +455,27 @@ class CallListBuilder:
     ranks = ranks or list(self._ranks)
     return ranks if value.bytes <= _LARGE_RESULT else ranks[:1]
 
-  def _start_programs(self, starts: Mapping[int, list[Equation]], ends) -> list[StageProgram]:
+  def _start_programs(
+    self, starts: Mapping[int, list[Equation]], read_at_end: Mapping[tuple[int, int], list[Value]]
+  ) -> list[StageProgram]:
     """A program before the loop, for each rank that needs one."""
     programs = []
     for rank, equations in starts.items():
-      later = {value for (_, at), each in ends.items() if at == rank for value in eq.free_values(each)}
+      later = {value for (_, at), values in read_at_end.items() if at == rank for value in values}
       read = later | {*self._needed[rank], *self._joined.results}
       outputs = [value for one in equations for value in one.outputs if value in read]
       if outputs or equations:
-        programs.append(_outside_program(f'start_{rank}', rank, equations, outputs))
+        inputs = eq.free_values(equations)
+        programs.append(StageProgram(f'start_{rank}', rank, equations, inputs, outputs))
     return programs
 
   def _end_programs(
-    self, ends: Mapping[tuple[int, int], list[Equation]], result_ranks
+    self, ends: Mapping[tuple[int, int], list[Equation]], read, result_ranks
   ) -> list[StageProgram]:
     """The programs after the loop, with only those outputs that are read."""
     readers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
-    for key, equations in ends.items():
-      for value in eq.free_values(equations):
+    for key, values in read.items():
+      for value in values:
         readers[value].add(key)
     programs = []
     for (level, rank), equations in ends.items():
@@ -483,7 +487,7 @@ class CallListBuilder:
       ]
       if outputs or any(one.has_effects for one in equations):
         name = f'end_{rank}' + (f'_{level}' if level else '')
-        programs.append(_outside_program(name, rank, equations, outputs))
+        programs.append(StageProgram(name, rank, equations, read[level, rank], outputs))
     return programs
 
 
@@ -491,15 +495,6 @@ def _call_once(program: StageProgram) -> Call:
   inputs = [Buffer(one, None, program.rank) for one in program.inputs]
   outputs = [Buffer(one, None, program.rank) for one in program.outputs]
   return Call(program, inputs, outputs)
-
-
-def _outside_program(
-  name: str, rank: int, equations: list[Equation], outputs: list[Value]
-) -> StageProgram:
-  inputs = eq.free_values(equations)
-  return StageProgram(
-    name, rank, equations, inputs, outputs, {one: (one, 0) for one in [*inputs, *outputs]}
-  )
 
 
 def _stack_program(
