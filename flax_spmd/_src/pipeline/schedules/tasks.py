@@ -110,8 +110,6 @@ def parse(text: str) -> Step:
     PipelineError: the text is not a task.
 
   Example:
-    >>> parse('fwd_2__0')
-    Task(kind='fwd', stage=2, microbatch=0)
     >>> parse('FusedTask(fwd_3__0, bwd_3__0)').tasks[1]
     Task(kind='bwd', stage=3, microbatch=0)
   """

@@ -22,15 +22,7 @@ _FIX = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd
 
 
 def read(text: str) -> tuple[tuple[Order, ...], tuple[int, ...]]:
-  """The tasks of each rank in a text, and the rank of each stage: the one that has most of its tasks.
-
-  Raises:
-    PipelineError: a word that is not a task, a line out of order, or a stage without tasks.
-
-  Example:
-    >>> read('rank 0: fwd_0__0 bwd_0__0')[1]
-    (0,)
-  """
+  """The tasks of each rank in a text, and the rank of each stage; see `Schedule.from_text`."""
   lines = list(filter(None, (line.partition('#')[0].strip() for line in text.splitlines())))
   orders: list[Order] = []
   problems: list[Problem] = []
@@ -50,10 +42,6 @@ def steps_of(rank: int, items: Sequence[Step | str]) -> list[Step]:
 
   Raises:
     PipelineError: some items are neither. The message underlines each of them.
-
-  Example:
-    >>> steps_of(0, ['fwd_0__0'])
-    [Task(kind='fwd', stage=0, microbatch=0)]
   """
   problems: list[Problem] = []
   steps = list(_steps(rank, items, problems))
