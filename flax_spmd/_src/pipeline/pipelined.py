@@ -490,7 +490,7 @@ class LoweredPipelineStep:
     def stages(specs: Mapping[Value, PartitionSpec]) -> LoweredStages:
       return LoweredStages(self.call_list, ranks, specs, step.arguments, donatable)
 
-    unknown = [one for one in self.programs.accumulators if one.before not in specs]
+    unknown = [one for one in self.programs.accumulators if one.after not in specs]
     specs |= {value: PartitionSpec() for one in unknown for value in self._versions(one)}
     large = [one for one in unknown if one.after.bytes >= _LARGE_VALUE and ranks[0].size > 1]
     if large:
@@ -500,13 +500,12 @@ class LoweredPipelineStep:
       with compat.shardy():
         list(trial.lower(platform))
       for one in large:
-        final = self._joined.final[one]
-        last = next(buffer for buffer in self.call_list.written if buffer.value is final)
+        last = next(buffer for buffer in self.call_list.written if buffer.value is one.final)
         specs |= dict.fromkeys(self._versions(one), trial.spec(last))
     return stages(specs)
 
   def _versions(self, one: Accumulator) -> tuple[Value, ...]:
-    return self._joined.final[one], self._joined.start[one], one.before, one.after
+    return self._joined.start[one], one.after, one.final
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """The specs that are known before compilation."""

@@ -35,7 +35,7 @@ class JoinedStep(NamedTuple):
   Attributes:
     equations: the equations outside the loop, in a valid order.
     indices: the number of each microbatch, as arrays.
-    start, final: the initial and final value of each accumulator.
+    start: the initial value of each accumulator.
     kept: for each result of a function without a loop, its value outside.
     stacks: for each result of a microbatch, the array with a row for each microbatch.
     results: outputs of the step.
@@ -46,7 +46,7 @@ class JoinedStep(NamedTuple):
   equations: list[Equation]
   indices: list[Constant]
   start: dict[Accumulator, Value]
-  final: dict[Accumulator, Value]
+
   kept: dict[Value, Value]
   stacks: dict[Value, Value]
   results: list[Value]
@@ -63,16 +63,16 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   after: list[Equation] = []
   rank_of: dict[Value, int] = {}
   start: dict[Accumulator, Value] = {}
-  final: dict[Accumulator, Value] = {}
-  for accumulator in programs.accumulators:
-    initial = _copied if accumulator.first else _zeros  # a copy, since the first update overwrites it
-    computed, [start[accumulator]] = eq.traced(initial, loop.starts[accumulator.origin], known=traces)
+  parts: dict[int, list[Value]] = defaultdict(list)  # of each value that the loop carries
+  for one in programs.accumulators:
+    initial = _copied if one.first else _zeros  # a copy, since the first update overwrites it
+    computed, [start[one]] = eq.traced(initial, loop.starts[one.origin], known=traces)
     before += computed
-    final[accumulator] = Value(accumulator.after.aval)  # the first state may have a weak type
-    rank_of[final[accumulator]] = stage_ranks[accumulator.task[1]]
+    parts[one.origin].append(one.final)
+    rank_of[one.final] = stage_ranks[one.task[1]]
   for origin, whole in enumerate(loop.finals):
-    parts = [final[one] for one in programs.accumulators if one.origin == origin]
-    known[whole] = _total(parts, after) if parts else _unchanged(loop, programs, origin)
+    is_set = origin in parts
+    known[whole] = _total(parts[origin], after) if is_set else _unchanged(loop, programs, origin)
   outside: dict[Value, Value] = {}
   for value, stack in zip(body.kept, loop.stacks, strict=True):
     if value in producer:
@@ -86,7 +86,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
   equations = [*step.before, *before, *after, *(one.renamed(known) for one in step.after)]
   results = eq.resolved(known, step.results)
-  return JoinedStep(equations, indices, start, final, kept, stacks, results, body.invariants, rank_of)
+  return JoinedStep(equations, indices, start, kept, stacks, results, body.invariants, rank_of)
 
 
 def _copied(x: Any) -> list[Any]:

@@ -54,6 +54,7 @@ class Accumulator(NamedTuple):
 
   Attributes:
     before, after: the value before and after an update.
+    final: the value after the last one.
     task: kind and stage of the task.
     origin: index among the values that the traced loop carries.
     first: whether it starts with the loop's initial value, not with zeros.
@@ -64,6 +65,7 @@ class Accumulator(NamedTuple):
 
   before: Value
   after: Value
+  final: Value
   task: Key
   origin: int
   first: bool
@@ -369,7 +371,8 @@ def _accumulators(
     own = _copied(after, tasks[task]) if after in taken or (users[after] and not passed) else after
     taken.add(after)
     waiting = [] if free else sorted(users[before], key=lambda key: (KINDS.index(key[0]), key[1]))
-    accumulators.append(Accumulator(before, own, task, origin, first, passed, tuple(waiting)))
+    final = Value(own.aval)  # the initial value may have a weak type
+    accumulators.append(Accumulator(before, own, final, task, origin, first, passed, tuple(waiting)))
   return accumulators
 
 

@@ -391,7 +391,7 @@ class CallListBuilder:
   def _of_microbatch(self, value: Value, microbatch: int, rank: int) -> Buffer:
     kept, one = self._joined.kept.get(value), self._after.get(value)
     if one and microbatch == next(reversed(self._turns_of(one))):
-      kept = self._joined.final[one]
+      kept = one.final
     return Buffer(value, microbatch, rank) if kept is None else Buffer(kept, None, rank)
 
   def _turns_of(self, one: Accumulator) -> Mapping[int, int | None]:
