@@ -58,6 +58,17 @@ def by_rule(ranks):
   return Schedule.of(two_at_a_time, ranks, chunks=2, placement='v')
 
 
+def fused_pairs(ranks):
+  """Two microbatches at a time, whose backwards are one program, the later one first: it updates each sum twice."""
+
+  def two_at_a_time(rank, count):
+    for start in range(0, count, 2):
+      yield from (f'fwd_{rank}__{start}', f'fwd_{rank}__{start + 1}')
+      yield f'FusedTask(bwd_{rank}__{start + 1}, bwd_{rank}__{start})'
+
+  return Schedule.of(two_at_a_time, ranks)
+
+
 SCHEDULES = {
   'GPipe': GPipe,
   'OneFOneB': OneFOneB,
@@ -73,6 +84,7 @@ SCHEDULES = {
   'KimiK2': KimiK2,
   'from_text': written,
   'of': by_rule,
+  'of, fused pairs': fused_pairs,
 }
 SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
 QUICK = {

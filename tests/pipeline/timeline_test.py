@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flax_spmd._src.pipeline.schedules.timeline_cells import ticks
+from flax_spmd._src.pipeline.schedules.timeline import ticks
 from flax_spmd.pipeline import DualPipeV, GPipe, Interleaved1F1B, OneFOneB, Schedule, ZeroBubbleV
 
 SVG = '{http://www.w3.org/2000/svg}'

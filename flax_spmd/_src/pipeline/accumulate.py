@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_spmd._src.pipeline import reductions
-from flax_spmd._src.pipeline.argument_checks import unexpected_leaves
+from flax_spmd._src.pipeline.argument_checks import named_leaves, unexpected
 from flax_spmd._src.pipeline.cut.stage_marks import microbatch_p
 from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import first_lines
-from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
 
@@ -137,20 +136,19 @@ def _split(
 
 def _size(batch: Any, axis: int) -> int:
   """The size of the dimension that is split, which all arrays of a batch share."""
-  unexpected = unexpected_leaves(batch)
-  if unexpected:
+  leaves = named_leaves(batch)
+  strange = unexpected(leaves)
+  if strange:
     raise PipelineError(
       'accumulate: a batch is a tree of arrays, but these leaves are not:\n'
-      + first_lines(unexpected)
+      + first_lines(strange)
       + '\nFix: close over values that are not split into microbatches.'
     )
   if type(axis) is not int:
     raise PipelineError(
       f'accumulate: axis={axis!r} is not an integer.\nFix: pass one dimension for all arrays.'
     )
-  named = [
-    (path_string(path), jax.typeof(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-  ]
+  named = [(name, jax.typeof(leaf)) for name, leaf in leaves]
   if not named:
     raise PipelineError(
       f'accumulate: the batch {batch!r} has no arrays.\nFix: pass the arrays to split into microbatches.'

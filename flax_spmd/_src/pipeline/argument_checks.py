@@ -25,23 +25,18 @@ def check_seconds(seconds: float, name: str) -> None:
     raise PipelineError(f'{name} is {seconds!r}.\nFix: pass a positive number of seconds.')
 
 
-def unexpected_leaves(tree: Any) -> list[str]:
+def unexpected(named: Sequence[tuple[str, Any]]) -> list[str]:
   """One line per leaf that is neither an array nor a number.
 
   Example:
-    >>> unexpected_leaves({'x': 1.0, 'name': 'a'})
+    >>> unexpected(named_leaves({'x': 1.0, 'name': 'a'}))
     ["  name: 'a' is a str"]
   """
-  return _unexpected(named_leaves(tree))
-
-
-def _unexpected(named: Sequence[tuple[str, Any]]) -> list[str]:
-  return [f'  {name}: {_leaf_text(leaf)}' for name, leaf in named if not _is_array(leaf)]
-
-
-def _leaf_text(leaf: Any) -> str:
-  text = repr(leaf)
-  return f'{text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}…"} is a {type(leaf).__name__}'
+  strange = [(name, repr(leaf), type(leaf)) for name, leaf in named if not _is_array(leaf)]
+  return [
+    f'  {name}: {text[:_MAX_REPR]}{"…" * (len(text) > _MAX_REPR)} is a {kind.__name__}'
+    for name, text, kind in strange
+  ]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -71,11 +66,11 @@ def check_arrays(dynamic: tuple[tuple, dict[str, Any]]) -> None:
   Raises:
     PipelineError: the paths of those that are not.
   """
-  unexpected = _unexpected(named_arguments(dynamic))
-  if unexpected:
+  strange = unexpected(named_arguments(dynamic))
+  if strange:
     raise PipelineError(
       'Arguments are not arrays:\n'
-      + first_lines(unexpected)
+      + first_lines(strange)
       + '\nFix: pass arrays and numbers, or make these arguments static by static_argnums or '
       'static_argnames.'
     )

@@ -27,9 +27,7 @@ def with_waits(
   """The tasks in an order in which those that read carried values come after those that set them.
 
   Args:
-    schedule: the schedule.
-    loop: the microbatch loop.
-    programs: its task programs.
+    schedule, loop, programs: the schedule, and the microbatch loop with its task programs.
     free: the tasks in the order without carried values.
     reported: the kinds of warnings already issued.
 

@@ -190,11 +190,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       with trace_scope(InForce(abstract, setting.rules), _OF_A_STAGE), ends:
         return self._fn(*args, **kwargs)
 
-    shapes = [
-      jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in request.avals
-    ]
     with compat.without_mesh():  # a block around the call may have set one of another size
-      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*request.avals)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
     warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
     known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
@@ -210,12 +207,9 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   def _known_arguments(self, request: Request) -> Any:
     """The dynamic arguments with their shardings on the whole mesh; those of an argument on the host are unknown."""
     mesh = self._setting.mesh
-    described = zip(request.avals, request.specs, strict=True)
     args, kwargs = request.treedef.unflatten(
-      [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
-        for aval, spec in described
-      ]
+      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+      for aval, spec in zip(request.avals, request.specs, strict=True)
     )
     return tuple(map(_unless_replicated, args)), {k: _unless_replicated(v) for k, v in kwargs.items()}
 
@@ -290,14 +284,14 @@ class TracedPipelineStep:
     builder = CallListBuilder(joined, assignment, programs, order, ranks, *arguments, several)
     call_list, after = builder.build(), self._setting.host_after
     if after is not None:
-      call_list = with_host_copies(call_list, programs.producers(), after)
+      sums = {one.after for one in programs.accumulators if not one.passed}
+      call_list = with_host_copies(call_list, programs.producers().keys() - sums, after)
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times)
 
   def _succeeded(self, step: StepParts, results: Sequence[Value]) -> dict[Value, Value]:
     """The argument whose place each result takes in the next step; predictions take that of no batch."""
-    leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._request.avals]
-    numbers = successors(self._result, self._request.treedef.unflatten(leaves))
+    numbers = successors(self._result, self._request.treedef.unflatten(self._request.avals))
     pairs, batch = zip(results, numbers, strict=True), step.batch
     return {
       result: step.arguments[number]
@@ -496,7 +490,7 @@ class LoweredPipelineStep:
     def stages(specs: Mapping[Value, PartitionSpec]) -> LoweredStages:
       return LoweredStages(self.call_list, ranks, specs, step.arguments, donatable)
 
-    unknown = [one for one in self.programs.accumulators if one.before not in specs]
+    unknown = [one for one in self.programs.accumulators if one.after not in specs]
     specs |= {value: PartitionSpec() for one in unknown for value in self._versions(one)}
     large = [one for one in unknown if one.after.bytes >= _LARGE_VALUE and ranks[0].size > 1]
     if large:
@@ -506,13 +500,12 @@ class LoweredPipelineStep:
       with compat.shardy():
         list(trial.lower(platform))
       for one in large:
-        final = self._joined.final[one]
-        last = next(buffer for buffer in self.call_list.written if buffer.value is final)
+        last = next(buffer for buffer in self.call_list.written if buffer.value is one.final)
         specs |= dict.fromkeys(self._versions(one), trial.spec(last))
     return stages(specs)
 
   def _versions(self, one: Accumulator) -> tuple[Value, ...]:
-    return self._joined.final[one], self._joined.start[one], one.before, one.after
+    return self._joined.start[one], one.after, one.final
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """The specs that are known before compilation."""

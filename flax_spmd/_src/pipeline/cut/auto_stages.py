@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_spmd._src import compat
@@ -148,8 +148,7 @@ def _bytes_sent(body: Body, positions: Positions, position: dict[Equation, int])
 
 
 def cost(equation: Any) -> float:
-  """The cost of an operation in FLOPs: its own, or those that fit in the time to read its operands, if
-  more.
+  """The cost of an operation, ours or JAX's, in FLOPs: its own, or as many as fit in the time to read and write, if more.
 
   Matrix products, convolutions and table look-ups count. Everything else is small, or fused with them.
   """
@@ -158,42 +157,30 @@ def cost(equation: Any) -> float:
   if inside:
     times = equation.params['length'] if name == 'scan' else 1
     return times * (max(inside) if name == 'cond' else sum(inside))
-  flops = _PRODUCTS[name](equation) if name in _PRODUCTS else 0
+  ours = isinstance(equation, Equation)
+  operands = [one.aval for one in (equation.inputs if ours else equation.invars)]
+  results = [one.aval for one in (equation.outputs if ours else equation.outvars)]
+  flops = _PRODUCTS[name](equation.params, operands, results) if name in _PRODUCTS else 0
   if not flops and name not in _READS:
     return 0
-  return max(flops, FLOPS_PER_BYTE * sum(Value(one.aval).bytes for one in _operands(equation)))
+  read = results if name in _READS else operands  # a look-up reads as many bytes as it returns
+  return max(flops, FLOPS_PER_BYTE * sum(Value(aval).bytes for aval in (*read, *results)))
 
 
 def _inside(jaxpr: Any) -> float:
   return sum(map(cost, compat.jaxpr_parts(jaxpr).equations))
 
 
-def _operands(equation: Any) -> Iterable[Any]:
-  """Inputs and outputs of an equation, ours or JAX's; a look-up reads as many bytes as it returns."""
-  return [*_outputs(equation), *(_outputs if equation.primitive.name in _READS else _inputs)(equation)]
+def _dot(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+  (contracted, _), _ = params['dimension_numbers']
+  terms = math.prod(operands[0].shape[axis] for axis in contracted)
+  return 2 * math.prod(results[0].shape) * terms
 
 
-def _inputs(equation: Any) -> Sequence[Any]:
-  return equation.inputs if isinstance(equation, Equation) else equation.invars
-
-
-def _outputs(equation: Any) -> Sequence[Any]:
-  return equation.outputs if isinstance(equation, Equation) else equation.outvars
-
-
-def _results(equation: Any) -> int:
-  return math.prod(_outputs(equation)[0].aval.shape)
-
-
-def _dot(equation: Any) -> float:
-  (contracted, _), _ = equation.params['dimension_numbers']
-  return 2 * _results(equation) * math.prod(_inputs(equation)[0].aval.shape[axis] for axis in contracted)
-
-
-def _convolution(equation: Any) -> float:
-  kernel = _inputs(equation)[1].aval.shape
-  features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
-  return 2 * _results(equation) * math.prod(kernel) / features
+def _convolution(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+  kernel = operands[1].shape
+  features = kernel[params['dimension_numbers'].rhs_spec[0]]
+  return 2 * math.prod(results[0].shape) * math.prod(kernel) / features
 
 
 _PRODUCTS = {'dot_general': _dot, 'conv_general_dilated': _convolution}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +88,12 @@ class Equation:
     """The line of the user's program that it comes from."""
     return source_line(self.source)
 
-  def replaced(self, known: Mapping[Value, Atom]) -> Equation:
-    """The same equation, with some inputs replaced."""
-    return self.on([lookup(known, atom) for atom in self.inputs], self.outputs)
+  def renamed(self, names: Mapping[Value, Atom]) -> Equation:
+    """The same operation, with other names for some of its values; itself if it has none of them."""
+    if names.keys().isdisjoint((*self.values, *self.outputs)):
+      return self
+    inputs, outputs = ([lookup(names, atom) for atom in each] for each in (self.inputs, self.outputs))
+    return self.on(inputs, cast(list[Value], outputs))
 
   def on(self, inputs: list[Atom], outputs: list[Value]) -> Equation:
     """The same operation, on other values."""
@@ -205,22 +208,6 @@ def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equat
   """The equations inside a call, and the replacements of its outputs."""
   equations, outputs = flatten(equation.params[_INSIDE[equation.name]], equation.inputs, opens)
   return equations, dict(zip(equation.outputs, outputs, strict=True))
-
-
-def contains(primitive: Primitive) -> Callable[[Any], bool]:
-  """A function that returns whether a primitive occurs inside an equation, ours or JAX's, at any depth."""
-  known: dict[int, tuple[bool, Any]] = {}  # keeps the jaxpr alive, so that its id is not reused
-
-  def occurs(jaxpr: Any) -> bool:
-    if id(jaxpr) not in known:
-      equations = compat.jaxpr_parts(jaxpr).equations
-      known[id(jaxpr)] = any(one.primitive is primitive or inside(one) for one in equations), jaxpr
-    return known[id(jaxpr)][0]
-
-  def inside(equation: Any) -> bool:
-    return any(map(occurs, compat.jaxprs_in(equation.params)))
-
-  return inside
 
 
 def occurrences(equation: Equation, primitive: Primitive) -> Iterator[Any]:

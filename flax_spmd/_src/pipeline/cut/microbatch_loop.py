@@ -8,6 +8,7 @@ loop. A function without a loop (inference, evaluation) is treated as a loop ove
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +22,14 @@ from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, source_lines
-from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, microbatch_p, stage_end_p
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, ends_among, source_lines
+from flax_spmd._src.pipeline.cut.stage_marks import (
+  MARKS,
+  marks_inside,
+  may_end_p,
+  microbatch_p,
+  stage_end_p,
+)
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
@@ -59,24 +66,26 @@ class StepParts:
 
   Attributes:
     arguments: its inputs.
-    equations: its equations outside the loop, in a valid order.
+    before: its equations before the loop, and those that are the same in every pass.
     loop: the loop.
+    after: its other equations; some need no result of the loop.
     results: its outputs.
   """
 
   arguments: list[Value]
-  equations: list[Equation]
+  before: list[Equation]
   loop: Loop
+  after: list[Equation]
   results: list[Value]
 
-  @property
+  @functools.cached_property
   def batch(self) -> set[Value]:
     """The values that microbatches depend on; all inputs of a function without a loop."""
     if self.loop.once:
       return set(self.arguments)
     rows = self.loop.body.rows.values()
     own = {atom for atom in rows if isinstance(atom, Value)}
-    return own.union(*(one.values for one in eq.needed(self.equations, rows)))
+    return own.union(*(one.values for one in eq.needed(self.before, rows)))
 
 
 def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) -> StepParts:
@@ -92,13 +101,15 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
       another operation.
   """
   arguments = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
-  marked, passes = eq.contains(stage_end_p), eq.contains(microbatch_p)
 
   def opens(one: Any) -> bool:
-    return one.primitive.name in eq.JITS or (marked(one) and not passes(one))
+    if one.primitive.name in eq.JITS:
+      return True
+    inside = marks_inside(one)
+    return stage_end_p in inside and microbatch_p not in inside
 
   equations, results = eq.flatten(jaxpr, arguments, opens)
-  within = [one for one in equations if marked(one) or passes(one)]
+  within = [one for one in equations if marks_inside(one) & {stage_end_p, microbatch_p}]
   within = within or list(filter(_takes_gradients, equations))
   loops = [one for one in within if one.name == 'scan']
   loop = next(filter(_has_microbatches, loops), None)
@@ -116,7 +127,7 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   if mesh.size > 1:
     at = equations.index(loop)
     equations[at:at] = _on_every_device(loop, mesh, dict(zip(arguments, specs, strict=True)))
-  return _looped(arguments, equations, results, loop, marked, passes)
+  return _looped(arguments, equations, results, loop)
 
 
 def _takes_gradients(scan: Equation) -> bool:
@@ -126,7 +137,11 @@ def _takes_gradients(scan: Equation) -> bool:
 
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  return not _marks_in(scan).isdisjoint(('microbatch', 'backward')) or _takes_gradients(scan)
+  return (
+    microbatch_p in marks_inside(scan)
+    or 'backward' in _directions(scan, stage_end_p)
+    or _takes_gradients(scan)
+  )
 
 
 def _marks_in(equation: Equation) -> set[str]:
@@ -172,8 +187,11 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
 
 def _once(arguments, equations, results) -> StepParts:
   """A function without a loop, as a loop over one microbatch."""
-  ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
-  back = [one for one in ends if one.params['direction'] == 'backward']
+  back = [
+    one
+    for one in equations
+    if one.primitive in (stage_end_p, may_end_p) and one.params['direction'] == 'backward'
+  ]
   if back:
     raise PipelineError(
       f'Gradients are taken through stage ends outside a microbatch loop:\n{source_lines(back)}\n'
@@ -184,10 +202,10 @@ def _once(arguments, equations, results) -> StepParts:
   kept = [atom for atom in dict.fromkeys(results) if isinstance(atom, Value) and atom not in inputs]
   body = Body(equations, [*arguments, *constants], None, {}, [], [], kept)
   loop = Loop(body, 1, [], [], kept, None, once=True)
-  return StepParts(arguments, [], loop, results)
+  return StepParts(arguments, [], loop, [], results)
 
 
-def _looped(arguments, equations, results, scan: Equation, marked, passes) -> StepParts:
+def _looped(arguments, equations, results, scan: Equation) -> StepParts:
   if scan.params['reverse']:
     raise PipelineError(
       f'The microbatch loop at {scan.source_line} runs in reverse, from the last microbatch to the first.\n'
@@ -198,17 +216,23 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   starts, batch = scan.inputs[constants : constants + carried], scan.inputs[constants + carried :]
   variables = [Value(variable.aval) for variable in inner.inputs[constants:]]
   before, slices = variables[:carried], variables[carried:]
-  inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables], marked)
-  _check_nested(scan, [one for one in inside if passes(one)])
+  inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables])
+  nested = next((one for one in inside if microbatch_p in marks_inside(one)), None)
+  if nested is not None:
+    raise PipelineError(
+      f'The microbatch loop at {nested.source_line} is inside another loop, at {scan.source_line}.\n'
+      'Fix: call accumulate at the top level of the step, and loop over steps in Python.'
+    )
   # a value that every pass hands on unchanged is one of the step
   same = {old: start for old, new, start in zip(before, outputs, starts) if old is new}
-  inside = [one.replaced(same) for one in inside] if same else inside
+  inside = [one.renamed(same) for one in inside]
   outputs = [
     one if number < carried and one is before[number] else eq.resolved(same, [one])[0]
     for number, one in enumerate(outputs)
   ]
-  whole, inside = inside, _needed(inside, outputs)
-  idle = [one for one in whole if _is_end(one) and one not in set(inside)]
+  ends, inside = ends_among(inside), _needed(inside, outputs)
+  live = set(inside)
+  idle = [one for one in ends if one not in live]
   schedule = next((one.params['schedule'] for one in inside if one.primitive is microbatch_p), None)
   hoisted, inside = _hoisted(inside, {*before, *slices})
   rows, index = dict(zip(slices, batch, strict=True)), Value(jax.typeof(np.uint32(0)))
@@ -227,8 +251,7 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
     schedule,
     source_line=scan.source_line,
   )
-  rest = [*equations[:at], *hoisted, *equations[at + 1 :]]
-  return StepParts(arguments, rest, loop, results)
+  return StepParts(arguments, [*equations[:at], *hoisted], loop, equations[at + 1 :], results)
 
 
 def _on_every_device(
@@ -271,17 +294,16 @@ def _row(whole: Any, index: Any) -> list[Any]:
   return [lax.dynamic_index_in_dim(whole, index, keepdims=False)]
 
 
-def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation], list[Value]]:
+def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Value]]:
   """The equations of a pass, with some calls inlined.
 
   These are jitted blocks with marks, and small ones (gelu, where), so that they can be recomputed.
   """
 
-  proposed = eq.contains(may_end_p)
-
   def opens(one: Any) -> bool:
-    may = one.primitive.name in eq.JITS and proposed(one)
-    return may or (marked(one) and not _repeats(one)) or _is_small(one)
+    marks = marks_inside(one)
+    may = one.primitive.name in eq.JITS and may_end_p in marks
+    return may or (stage_end_p in marks and not _repeats(one)) or _is_small(one)
 
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
   opened: list[Equation] = []
@@ -289,11 +311,13 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
   recomputed: list[Equation] = []
   for one in equations:
     one.inputs = [eq.lookup(known, atom) for atom in one.inputs]
-    if marked(one) and _repeats(one):
-      inside, replacements = eq.opened(one, lambda inner: marked(inner) or _is_small(inner))
+    if _repeats(one) and stage_end_p in marks_inside(one):
+      inside, replacements = eq.opened(
+        one, lambda inner: stage_end_p in marks_inside(inner) or _is_small(inner)
+      )
       opened += inside
       known.update(replacements)
-      recomputed += filter(_is_end, inside)
+      recomputed += ends_among(inside)
     else:
       opened.append(one)
   outputs = eq.resolved(known, outputs)
@@ -319,18 +343,6 @@ def _check_recomputed(
     )
 
 
-def _check_nested(scan: Equation, inner: Sequence[Equation]) -> None:
-  if inner:
-    raise PipelineError(
-      f'The microbatch loop at {inner[0].source_line} is inside another loop, at {scan.source_line}.\n'
-      'Fix: call accumulate at the top level of the step, and loop over steps in Python.'
-    )
-
-
-def _is_end(equation: Equation) -> bool:
-  return equation.primitive is stage_end_p and equation.params['direction'] == 'forward'
-
-
 def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
   """The equations that outputs depend on, with the forward mark of every backward mark.
 
@@ -343,8 +355,8 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
     for one in kept
     if one.primitive is stage_end_p and one.params['direction'] == 'backward'
   )
-  back.subtract(one.params['number'] for one in kept if _is_end(one))
-  short = [one for one in equations if _is_end(one) and back[one.params['number']] > 0]
+  back.subtract(one.params['number'] for one in ends_among(kept))
+  short = [one for one in ends_among(equations) if back[one.params['number']] > 0]
   if not short:
     return kept
   return eq.needed(equations, [*outputs, *(value for one in short for value in one.outputs)])
@@ -366,7 +378,7 @@ def _hoisted(equations: Sequence[Equation], own: set[Value]) -> tuple[list[Equat
   """
   varying = set(own)
   for one in equations:
-    fixed = one.primitive in (stage_end_p, may_end_p, microbatch_p) or one.has_effects
+    fixed = one.primitive in MARKS or one.has_effects
     if fixed or not varying.isdisjoint(one.values):
       varying.update(one.outputs)
   invariant = [one for one in equations if not varying.intersection(one.outputs) and one.outputs]

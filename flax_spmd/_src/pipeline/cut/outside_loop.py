@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import graphlib
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,9 +33,9 @@ class JoinedStep(NamedTuple):
   """A step with its loop replaced by task programs, and the values that connect these to the rest.
 
   Attributes:
-    equations: the equations outside the loop.
+    equations: the equations outside the loop, in a valid order.
     indices: the number of each microbatch, as arrays.
-    start, final: the initial and final value of each accumulator.
+    start: the initial value of each accumulator.
     kept: for each result of a function without a loop, its value outside.
     stacks: for each result of a microbatch, the array with a row for each microbatch.
     results: outputs of the step.
@@ -48,27 +46,16 @@ class JoinedStep(NamedTuple):
   equations: list[Equation]
   indices: list[Constant]
   start: dict[Accumulator, Value]
-  final: dict[Accumulator, Value]
+
   kept: dict[Value, Value]
   stacks: dict[Value, Value]
   results: list[Value]
   invariants: list[Value]
   rank_of: dict[Value, int]
 
-  @property
-  def outputs(self) -> list[Value]:
-    """The values that the results of the step or the loop's tasks read."""
-    return [*self.results, *self.invariants, *self.start.values()]
-
 
 def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) -> JoinedStep:
-  """Connects the equations outside the loop to the task programs.
-
-  Args:
-    step: the traced step.
-    programs: the task programs of its loop.
-    stage_ranks: the rank of each stage.
-  """
+  """Connects the equations outside the loop to its task programs."""
   loop, body, producer = step.loop, programs.body, programs.producers()
   before: list[Equation] = []
   traces: dict[Any, Any] = {}
@@ -76,16 +63,16 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   after: list[Equation] = []
   rank_of: dict[Value, int] = {}
   start: dict[Accumulator, Value] = {}
-  final: dict[Accumulator, Value] = {}
-  for accumulator in programs.accumulators:
-    initial = _copied if accumulator.first else _zeros  # a copy, since the first update overwrites it
-    computed, [start[accumulator]] = eq.traced(initial, loop.starts[accumulator.origin], known=traces)
+  parts: dict[int, list[Value]] = defaultdict(list)  # of each value that the loop carries
+  for one in programs.accumulators:
+    initial = _copied if one.first else _zeros  # a copy, since the first update overwrites it
+    computed, [start[one]] = eq.traced(initial, loop.starts[one.origin], known=traces)
     before += computed
-    final[accumulator] = Value(accumulator.after.aval)  # the first state may have a weak type
-    rank_of[final[accumulator]] = stage_ranks[accumulator.task[1]]
+    parts[one.origin].append(one.final)
+    rank_of[one.final] = stage_ranks[one.task[1]]
   for origin, whole in enumerate(loop.finals):
-    parts = [final[one] for one in programs.accumulators if one.origin == origin]
-    known[whole] = _total(parts, after) if parts else _unchanged(loop, programs, origin)
+    is_set = origin in parts
+    known[whole] = _total(parts[origin], after) if is_set else _unchanged(loop, programs, origin)
   outside: dict[Value, Value] = {}
   for value, stack in zip(body.kept, loop.stacks, strict=True):
     if value in producer:
@@ -97,11 +84,9 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
       known[stack] = value
   kept, stacks = (outside, {}) if loop.once else ({}, outside)
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
-  rest = [one.replaced(known) for one in step.equations]
+  equations = [*step.before, *before, *after, *(one.renamed(known) for one in step.after)]
   results = eq.resolved(known, step.results)
-  return JoinedStep(
-    [*before, *after, *rest], indices, start, final, kept, stacks, results, body.invariants, rank_of
-  )
+  return JoinedStep(equations, indices, start, kept, stacks, results, body.invariants, rank_of)
 
 
 def _copied(x: Any) -> list[Any]:
@@ -170,7 +155,8 @@ def assign_ranks(joined: JoinedStep) -> RankAssignment:
   level: dict[Value, int] = {}
   bound: dict[tuple[int, int], list[Equation]] = defaultdict(list)
   free: list[Equation] = []
-  pending = eq.needed(_in_order(joined.equations), joined.outputs)[::-1]
+  outputs = [*joined.results, *joined.invariants, *joined.start.values()]
+  pending = eq.needed(joined.equations, outputs)[::-1]
   split: set[Equation] = set()
   while pending:
     equation = pending.pop()
@@ -206,15 +192,6 @@ def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
       'on no particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
     )
   return [value for value in operands if value is anchor]
-
-
-def _in_order(equations: Sequence[Equation]) -> list[Equation]:
-  """The equations, each after those that it depends on; those with side effects keep their order."""
-  producer = {value: one for one in equations for value in one.outputs}
-  needs = {one: [producer[value] for value in one.values if value in producer] for one in equations}
-  for one, other in itertools.pairwise(one for one in equations if one.has_effects):
-    needs[other].append(one)
-  return list(graphlib.TopologicalSorter(needs).static_order())
 
 
 def result_sources(equation: Equation, given: Sequence[int]) -> list[int]:
@@ -262,7 +239,5 @@ def _branch_per_rank(equation: Equation, rank_of: Mapping[Value, int]) -> list[E
     jaxpr, inputs = only(outputs)
     equations, results = eq.flatten(jaxpr, inputs, lambda _: False)
     names = dict(zip(results, (equation.outputs[number] for number in outputs), strict=True))
-    for one in equations:
-      one.outputs = [names.get(value, value) for value in one.outputs]
-    parts += equations
+    parts += [one.renamed(names) for one in equations]
   return parts

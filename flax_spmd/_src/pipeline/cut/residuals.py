@@ -10,8 +10,9 @@ partitioner of PyTorch's functorch.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,12 @@ def choose(
     >>> result.repeated == {half}  # the sine is kept: both follow from it
     True
   """
-  graph = _FlowNetwork()
+  capacities: dict[tuple[Hashable, Hashable], float] = defaultdict(float)
+
+  def add(start: Hashable, end: Hashable, capacity: float = math.inf) -> None:
+    """Adds an edge; one of infinite capacity is never cut."""
+    capacities[start, end] = max(capacities[start, end], capacity)
+
   producer = {value: equation for equation in forward for value in equation.outputs}
   required = set(needed(forward, outputs))
   values = set(producer).union(*(equation.values for equation in forward), used) - available
@@ -77,20 +83,20 @@ def choose(
     for value in set(equation.values) & values:
       users[value].append(equation)
   for value in values:
-    graph.add(producer.get(value, _SOURCE), value, max(value.bytes, 1))
+    add(producer.get(value, _SOURCE), value, max(value.bytes, 1))
     for user in users[value]:
-      graph.add(value, user)
+      add(value, user)
     if value in used:
-      graph.add(value, _SINK)
+      add(value, _SINK)
   for equation in forward:
     if equation.name in CHEAP:
       continue
     if equation in required:
-      graph.add(_SOURCE, equation)
+      add(_SOURCE, equation)
     for value in equation.outputs:  # it runs once: if a user runs in the forward, so does it
       for user in users[value]:
-        graph.add(user, equation)
-  in_forward = graph.source_side()
+        add(user, equation)
+  in_forward = _source_side(capacities)
   in_backward = {equation for equation in forward if equation not in in_forward}
   return Recomputation(in_backward - required, in_backward & required)
 
@@ -98,36 +104,20 @@ def choose(
 _SOURCE, _SINK = 'forward', 'backward'
 
 
-class _FlowNetwork:
-  """A graph with capacities from `_SOURCE` to `_SINK`, whose minimum cut scipy computes."""
-
-  def __init__(self):
-    self._numbers: dict[Hashable, int] = {_SOURCE: 0, _SINK: 1}
-    self._edges: dict[tuple[int, int], float] = {}
-
-  def add(self, start: Hashable, end: Hashable, capacity: float = float('inf')) -> None:
-    """Adds an edge. With infinite capacity it is never cut."""
-    key = self._number(start), self._number(end)
-    self._edges[key] = max(self._edges.get(key, 0), capacity)
-
-  def _number(self, node: Hashable) -> int:
-    return self._numbers.setdefault(node, len(self._numbers))
-
-  def source_side(self) -> set[Hashable]:
-    """The nodes on the source's side of the minimum cut. Capacities are rounded to 32-bit integers."""
-    if not self._edges:
-      return set()
-    finite = [capacity for capacity in self._edges.values() if capacity < float('inf')]
-    scale = min(1.0, 2**29 / max(sum(finite), 1))
-    rows, columns = np.array(list(self._edges), np.int32).T
-    capacities = [
-      2**30 if one == float('inf') else max(int(one * scale), 1) for one in self._edges.values()
-    ]
-    size = len(self._numbers)
-    graph = csr_array((np.array(capacities, np.int32), (rows, columns)), shape=(size, size))
-    left = graph - maximum_flow(graph, 0, 1).flow
-    left.data = np.where(left.data > 0, left.data, 0)
-    left.eliminate_zeros()
-    # of several minimum cuts, the one with the fewest equations on the backward's side
-    beyond = set(breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
-    return {node for node, number in self._numbers.items() if number not in beyond}
+def _source_side(capacities: Mapping[tuple[Hashable, Hashable], float]) -> set[Hashable]:
+  """The nodes on the forward's side of the minimum cut of a graph; capacities are rounded to 32-bit integers."""
+  if not capacities:
+    return set()
+  numbers: dict[Hashable, int] = {_SOURCE: 0, _SINK: 1}
+  edges = [[numbers.setdefault(node, len(numbers)) for node in edge] for edge in capacities]
+  finite = sum(one for one in capacities.values() if one < math.inf)
+  scale = min(1.0, 2**29 / max(finite, 1))
+  rounded = [2**30 if one == math.inf else max(int(one * scale), 1) for one in capacities.values()]
+  rows, columns = np.array(edges, np.int32).T
+  graph = csr_array((np.array(rounded, np.int32), (rows, columns)), shape=(len(numbers), len(numbers)))
+  left = graph - maximum_flow(graph, 0, 1).flow
+  left.data = np.where(left.data > 0, left.data, 0)
+  left.eliminate_zeros()
+  # of several minimum cuts, the one with the fewest equations on the backward's side
+  beyond = set(breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
+  return {node for node, number in numbers.items() if number not in beyond}

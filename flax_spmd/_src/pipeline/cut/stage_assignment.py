@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
-from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, microbatch_p, stage_end_p
+from flax_spmd._src.pipeline.cut.stage_marks import MARKS, marks_inside, stage_end_p
 from flax_spmd._src.pipeline.schedules.tasks import Kind
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
@@ -199,11 +199,10 @@ def check_outside(equations: Sequence[Equation]) -> None:
   Raises:
     PipelineError: the operations with marks inside.
   """
-  marked = eq.contains(stage_end_p)
   nested: dict[str, dict[str, None]] = defaultdict(dict)
   fixes: dict[str, None] = {}
   for equation in equations:
-    if equation.primitive is not stage_end_p and marked(equation):
+    if stage_end_p in marks_inside(equation):
       for mark in eq.occurrences(equation, stage_end_p):
         nested[eq.operation_text(equation)][eq.source_line(mark.source_info)] = None
       fixes[_FIXES.get(equation.name, 'end the stage outside it.')] = None
@@ -368,7 +367,7 @@ def _without_marks(body: Body) -> Body:
   known: dict[Value, Atom] = {}
   equations = []
   for equation in body.equations:
-    if equation.primitive in (stage_end_p, may_end_p, microbatch_p):
+    if equation.primitive in MARKS:
       known.update(zip(equation.outputs, equation.inputs, strict=True))
     else:
       equation.inputs = [eq.lookup(known, atom) for atom in equation.inputs]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flax_spmd._src import compat
-from flax_spmd._src.pipeline.argument_checks import unexpected_leaves
+from flax_spmd._src.pipeline.argument_checks import named_leaves, unexpected
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
@@ -63,7 +64,7 @@ def stage_end(x: Any, name: str | None = None) -> Any:
     raise PipelineError(
       f'stage_end({x!r}): there is no array to cut at.\nFix: pass the arrays that the next stage uses.'
     )
-  strange = unexpected_leaves(x)
+  strange = unexpected(named_leaves(x))
   if strange:
     raise PipelineError(
       'stage_end: only arrays and numbers can be sent from stage to stage, '
@@ -196,3 +197,19 @@ ad.primitive_jvps[place_with_p] = lambda primals, tangents: (place_with_p.bind(*
 _differentiable(stage_end_p)
 _differentiable(may_end_p)
 _differentiable(microbatch_p)
+
+MARKS = stage_end_p, may_end_p, microbatch_p
+_inside: weakref.WeakKeyDictionary[Any, frozenset[Primitive]] = weakref.WeakKeyDictionary()
+
+
+def marks_inside(equation: Any) -> frozenset[Primitive]:
+  """The marks inside an equation, ours or JAX's, at any depth: their primitives."""
+  return frozenset[Primitive]().union(*map(_marks_of, compat.jaxprs_in(equation.params)))
+
+
+def _marks_of(jaxpr: Any) -> frozenset[Primitive]:
+  if jaxpr not in _inside:
+    equations = compat.jaxpr_parts(jaxpr).equations
+    own = {one.primitive for one in equations}.intersection(MARKS)
+    _inside[jaxpr] = frozenset(own.union(*map(marks_inside, equations)))
+  return _inside[jaxpr]

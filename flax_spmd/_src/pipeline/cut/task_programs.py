@@ -54,6 +54,7 @@ class Accumulator(NamedTuple):
 
   Attributes:
     before, after: the value before and after an update.
+    final: the value after the last one.
     task: kind and stage of the task.
     origin: index among the values that the traced loop carries.
     first: whether it starts with the loop's initial value, not with zeros.
@@ -64,6 +65,7 @@ class Accumulator(NamedTuple):
 
   before: Value
   after: Value
+  final: Value
   task: Key
   origin: int
   first: bool
@@ -249,7 +251,7 @@ def _sums(cut, before, last, terms, additions, producer) -> list[tuple[Value, Va
     at = max(cut.position[producer[term]] for term in stage_terms)
     for term in stage_terms + (anywhere if number == 0 else []):
       total = Value(last.outputs[0].aval)
-      new.append(dataclasses.replace(last, inputs=[current, term], outputs=[total]))
+      new.append(last.on([current, term], [total]))
       cut.position[new[-1]] = at
       current = total
     sums.append((start, current))
@@ -342,19 +344,11 @@ def _split_weights(task: TaskProgram, tasks: list[TaskProgram]) -> list[TaskProg
   # the second task reads what the first one repeats of other tasks: a value has one producer, so these copies are new
   computed = {value for one in first for value in one.outputs}
   copies = {value: Value(value.aval) for other in others for value in other.outputs if value in computed}
-  first, rest = ([_renamed(one, copies) for one in each] for each in (first, rest))
+  first, rest = ([one.renamed(copies) for one in each] for each in (first, rest))
   read = {*eq.free_values(rest), *task.outputs}
   outputs = [value for one in first for value in one.outputs if value in read]
   late = [value for one in rest for value in one.outputs if value in set(task.outputs)]
   return [TaskProgram(('bwd', stage), first, outputs), TaskProgram(('wgrad', stage), rest, late)]
-
-
-def _renamed(equation: Equation, names: Mapping[Value, Value]) -> Equation:
-  """An equation on other values; itself if it has none of them."""
-  if names.keys().isdisjoint((*equation.values, *equation.outputs)):
-    return equation
-  inputs = [eq.lookup(names, atom) for atom in equation.inputs]
-  return equation.on(inputs, [names.get(value, value) for value in equation.outputs])
 
 
 # -- accumulators
@@ -377,7 +371,8 @@ def _accumulators(
     own = _copied(after, tasks[task]) if after in taken or (users[after] and not passed) else after
     taken.add(after)
     waiting = [] if free else sorted(users[before], key=lambda key: (KINDS.index(key[0]), key[1]))
-    accumulators.append(Accumulator(before, own, task, origin, first, passed, tuple(waiting)))
+    final = Value(own.aval)  # the initial value may have a weak type
+    accumulators.append(Accumulator(before, own, final, task, origin, first, passed, tuple(waiting)))
   return accumulators
 
 

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -64,7 +64,8 @@ def check_same_pipeline(
 
   Args:
     setting: the settings of the pipeline.
-    parts: the lines of its text, in parts: the first one that differs is reported.
+    parts: the lines of its text, in parts, read only where several processes compare: the first one that differs is
+      reported.
     arrays: the closed-over arrays, with their names.
 
   Raises:
@@ -77,13 +78,23 @@ def check_same_pipeline(
       f'Process {jax.process_index()} compiles {setting.name}, and its mesh has devices of '
       f'{named(members)} only.\nFix: call it on these processes only.'
     )
-  if len(members) == 1:
-    return
-  texts = {str(number): '\n'.join([setting.name, *part]) for number, part in enumerate(parts)}
-  pieces = [piece for name, array in arrays for piece in _pieces(name, array, members)]
-  differing = differing_parts('pipeline', members, texts | value_parts(pieces), CALLS, TIMEOUT)
+  if len(members) > 1:
+    texts = {str(number): '\n'.join([setting.name, *part]) for number, part in enumerate(parts)}
+    pieces = [piece for name, array in arrays for piece in _pieces(name, array, members)]
+    _compare('pipeline', members, texts, pieces, _SAME_ARRAYS)
+
+
+def _compare(
+  topic: str,
+  members: tuple[int, ...],
+  texts: Mapping[str, str],
+  pieces: Iterable[CommonPiece],
+  fix: str,
+) -> None:
+  """Raises on every process unless texts and values are equal; reports the first text that differs, or all values."""
+  differing = differing_parts(topic, members, {**texts, **value_parts(pieces)}, CALLS, TIMEOUT)
   first = next((differing[name] for name in texts if name in differing), ())
-  raise_problems(text_problems(first) or value_problems(differing, _SAME_ARRAYS))
+  raise_problems(text_problems(first) or value_problems(differing, fix))
 
 
 _latest: dict[tuple[int, ...], str] = {}
@@ -96,10 +107,6 @@ def check_same_order(setting: Setting, pipeline: str) -> None:
   The processes compare its name where one of them has called another one before. In a step of the same pipeline as before
   there is nothing to compare, and no request. A process that repeats a step while another one changes to a second
   pipeline waits in its first transfer, and finds that the other one waits here.
-
-  Args:
-    setting: its settings.
-    pipeline: its name, equal on its processes and unlike those of all others.
 
   Raises:
     LayoutError: the pipelines that the processes call.
@@ -143,8 +150,7 @@ def check_same_arguments(
       pieces.append(CommonPiece(f'the devices of {subject}', (), setting.processes, devices))
       each = () if leaf.is_fully_addressable else each  # then no other process has a shard
     pieces += _pieces(subject, leaf, each)
-  differing = differing_parts('arguments', setting.processes, value_parts(pieces), CALLS, TIMEOUT)
-  raise_problems(value_problems(differing, _SAME_ARGUMENTS))
+  _compare('arguments', setting.processes, {}, pieces, _SAME_ARGUMENTS)
 
 
 def check_same_state(
@@ -168,8 +174,7 @@ def check_same_state(
     for name, array in arrays
     for piece in _pieces(f'argument {name} of create ({jax.typeof(array).str_short()})', array, members)
   ]
-  differing = differing_parts('state', members, {'text': text} | value_parts(pieces), CALLS, TIMEOUT)
-  raise_problems(text_problems(differing.get('text', ())) or value_problems(differing, _SAME_CREATED))
+  _compare('state', members, {'text': text}, pieces, _SAME_CREATED)
 
 
 def _pieces(name: str, array: Any, holders: Iterable[int]) -> Iterator[CommonPiece]:
@@ -219,14 +224,12 @@ def task_lines(call_list: CallList) -> Iterator[str]:
   counts: dict[int | None, int] = defaultdict(int)
   for one in call_list.calls:
     rank = one.program.rank if isinstance(one, Call) else None
-    if isinstance(one, Call):
-      yield f'task {counts[rank]} of rank {rank}: {one}'
-    else:
-      yield f'transfer {counts[rank]}: {one}'
+    kind, of = ('transfer', '') if rank is None else ('task', f' of rank {rank}')
+    yield f'{kind} {counts[rank]}{of}: {one}'
     counts[rank] += 1
 
 
-def program_lines(stages: LoweredStages) -> list[str]:
+def program_lines(stages: LoweredStages) -> Iterator[str]:
   """The operations of all programs as JAX lowered them, then their signatures; large arrays as digests."""
   with compat.shardy():
     lines = [
@@ -234,7 +237,7 @@ def program_lines(stages: LoweredStages) -> list[str]:
       for program, stage in stages.lower()
       for line in _operations(f'{program.name} of rank {program.rank}', stage.lowered)
     ]
-  return sorted(lines, key=lambda line: 'func.func' in line)
+  yield from sorted(lines, key=lambda line: 'func.func' in line)
 
 
 def _operations(name: str, lowered: Any) -> Iterator[str]:

@@ -20,8 +20,7 @@ from flax_spmd._src.data.host_values import put
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
-from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
-from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
+from flax_spmd._src.pipeline.run.machine import DispatchThreads, Machine, MachineInstruction, Result, Use
 from flax_spmd._src.pipeline.run.process_transfer import (
   CrossHostCopy,
   ProcessTransfer,
@@ -57,12 +56,7 @@ class Assembler:
     self._transfers = ProcessTransfers(mesh, axis)
 
   def machine(self, results: Sequence[Value], threads: bool) -> Machine:
-    """The step as a machine.
-
-    Args:
-      results: results of the step.
-      threads: whether each rank is dispatched by its own thread.
-    """
+    """The step as a machine that returns some results; with `threads`, each rank is dispatched by its own thread."""
     code = self._code()
     numbers = {value: number for number, value in enumerate(self._stages.arguments)}
     uses, constants = self._initial_registers()

@@ -75,7 +75,7 @@ class StageProgram:
     rank: the rank that runs it.
     equations: its operations.
     inputs, outputs: the values of `equations` that are its arguments and results.
-    ports: the value of the step that each input and output stands for.
+    ports: in a program of tasks, the value of the step that each input and output stands for.
   """
 
   name: str
@@ -229,29 +229,31 @@ class CallListBuilder:
     self._arguments, self._succeeded = set(arguments), succeeded
     self._ranks = range(max(stage_ranks) + 1)
     self._producer = programs.producers()
-    self._start = {one.before: joined.start[one] for one in programs.accumulators}
-    self._passed = {one.before: one.after for one in programs.accumulators if one.passed}
-    self._passed_on = {one.after: joined.final[one] for one in programs.accumulators if one.passed}
-    own = [one for one in programs.accumulators if not one.passed]
-    self._before = {one.before: one for one in own}
-    self._after = {one.after: one for one in own}
+    self._before = {one.before: one for one in programs.accumulators}
+    self._after = {one.after: one for one in programs.accumulators}
     self._readers = readers(programs.tasks)
     self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[Any, ...], StageProgram] = {}
     self._shared: dict[StageProgram, dict[Value, Buffer]] = defaultdict(dict)
-    self._updates: dict[Accumulator, int] = dict.fromkeys(own, 0)
-    self._sums = {one: Buffer(joined.start[one], None, stage_ranks[one.task[1]]) for one in own}
     self._stack_programs: dict[tuple[Key, bool], StageProgram] = {}
     self._stored: Counter[Key] = Counter()
-    self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
+    # the microbatches in the order of a task's runs, each with the one before; and in the order of the batch
+    self._turns: dict[Key, dict[int, int | None]] = defaultdict(dict)
+    for task in (task for one in order for task in one.step.tasks):
+      turns = self._turns[task.kind, task.stage]
+      turns[task.microbatch] = next(reversed(turns), None)
+    self._in_order = {number: number - 1 if number else None for number in range(len(joined.indices))}
+    self._has_passed = any(one.passed for one in programs.accumulators)
+    self._needed = self._needed_by_loop()
 
   def build(self) -> CallList:
     """The whole step."""
-    starts = {rank: self._assignment.closure(self._needed_by_loop(rank)) for rank in self._ranks}
+    starts = {rank: self._assignment.closure(values) for rank, values in self._needed.items()}
     ends, result_ranks = self._ends(starts)
-    calls = [_call_once(program) for program in self._start_programs(starts, ends)]
+    read = {key: eq.free_values(equations) for key, equations in ends.items()}
+    calls = [_call_once(program) for program in self._start_programs(starts, read)]
     calls += [call for scheduled in self._order for call in self._loop_call(scheduled)]
-    calls += [_call_once(program) for program in self._end_programs(ends, result_ranks)]
+    calls += [_call_once(program) for program in self._end_programs(ends, read, result_ranks)]
     results = {
       value: [Buffer(value, None, rank) for rank in ranks] for value, ranks in result_ranks.items()
     }
@@ -267,13 +269,14 @@ class CallListBuilder:
     microbatches = list(dict.fromkeys(task.microbatch for task in tasks))
     key = tuple((task.kind, task.stage, microbatches.index(task.microbatch)) for task in tasks)
     before = [microbatches.index(one - 1) if one - 1 in microbatches else None for one in microbatches]
-    before = tuple(before if self._passed else [None] * len(before))
+    before = tuple(before if self._has_passed else [None] * len(before))
     if (key, before) not in self._stage_programs:
       self._stage_programs[key, before] = self._stage_program(key, before)
     program = self._stage_programs[key, before]
-    shared, done = self._shared[program], Counter((task.kind, task.stage) for task in tasks)
+    shared = self._shared[program]
     inputs = [shared.get(one) or self._read(program, one, microbatches) for one in program.inputs]
-    outputs = [self._written(program, one, microbatches, done) for one in program.outputs]
+    ports = [program.ports[one] for one in program.outputs]
+    outputs = [self._of_microbatch(one, microbatches[slot], program.rank) for one, slot in ports]
     return [Call(program, inputs, outputs, scheduled), *self._stack_calls(outputs, scheduled)]
 
   def _stack_calls(self, outputs: Sequence[Buffer], scheduled: TimedStep) -> list[Call]:
@@ -314,11 +317,12 @@ class CallListBuilder:
     ports: dict[Value, Port] = {}
     own_tasks = set(key)
     outputs: list[Value] = []
+    latest: dict[tuple[str, int], int] = {}  # the slot of a task that ran last
     for kind, stage, slot in key:
       task = self._programs.tasks[kind, stage]  # pyright: ignore[reportArgumentType]
       for one in task.equations:
         known = {
-          value: self._inner_value(value, slot, before, inner, ports)
+          value: self._inner_value(value, slot, before[slot], latest, inner, ports)
           for value in one.values
           if not isinstance(value, Constant)
         }
@@ -330,15 +334,16 @@ class CallListBuilder:
         )
       for value in task.outputs:
         result = inner[value, slot]
-        if value in self._after:  # the next task of this program adds to it
-          inner[self._after[value].before, 0] = result
-          outputs = [one for one in outputs if ports[one][0] is not value]
-        elif value not in self._results | self._passed_on.keys() and all(
+        if value in self._after:
+          if not self._after[value].passed:  # of several updates, only the last one is read later
+            outputs = [one for one in outputs if ports[one][0] is not value]
+        elif value not in self._results and all(
           (*reader, slot) in own_tasks for reader in self._readers[value]
         ):
           continue
         ports[result] = value, slot
         outputs.append(result)
+      latest[kind, stage] = slot
     inputs = [value for value in eq.free_values(equations) if not isinstance(value, Constant)]
     name = '_'.join(f'{kind}_{stage}' for kind, stage, _ in key)
     constants = [value for value in eq.free_values(equations) if isinstance(value, Constant)]
@@ -350,15 +355,17 @@ class CallListBuilder:
     self,
     value: Value,
     slot: int,
-    before: tuple[int | None, ...],
+    before: int | None,
+    latest: Mapping[tuple[str, int], int],
     inner: dict[Port, Value],
     ports: dict[Value, Port],
   ) -> Value:
     """The value inside a program that stands for one of the step: a separate one per microbatch."""
-    earlier = before[slot]
-    if value in self._passed and earlier is not None:
-      value, slot = self._passed[value], earlier
-    own = value in self._producer or value in self._passed or value is self._programs.body.index
+    if one := self._before.get(value):
+      earlier = before if one.passed else latest.get(one.task)
+      if earlier is not None:
+        value, slot = one.after, earlier
+    own = value in self._producer or value in self._before or value is self._programs.body.index
     per_microbatch = own or (value, slot) in inner
     port = value, slot if per_microbatch else 0
     if port not in inner:
@@ -369,12 +376,11 @@ class CallListBuilder:
   def _read(self, program: StageProgram, inner: Value, microbatches: Sequence[int]) -> Buffer:
     """The buffer that a program reads for one of its inputs."""
     value, slot = program.ports[inner]
-    if value in self._before:
-      return self._sums[self._before[value]]
-    if value in self._passed:
-      if not microbatches[slot]:
-        return Buffer(self._start[value], None, program.rank)
-      return self._of_microbatch(self._passed[value], microbatches[slot] - 1, program.rank)
+    if one := self._before.get(value):
+      earlier = self._turns_of(one)[microbatches[slot]]
+      if earlier is None:
+        return Buffer(self._joined.start[one], None, program.rank)
+      return self._of_microbatch(one.after, earlier, program.rank)
     if value is self._programs.body.index:
       return Buffer(self._joined.indices[microbatches[slot]], None, program.rank)
     if value in self._producer:
@@ -382,44 +388,29 @@ class CallListBuilder:
     self._shared[program][inner] = Buffer(value, None, program.rank)
     return self._shared[program][inner]
 
-  def _written(
-    self,
-    program: StageProgram,
-    inner: Value,
-    microbatches: Sequence[int],
-    done: Mapping[tuple[str, int], int],
-  ) -> Buffer:
-    """The buffer that a program writes for one of its outputs."""
-    value, slot = program.ports[inner]
-    if value not in self._after:
-      return self._of_microbatch(value, microbatches[slot], program.rank)
-    accumulator = self._after[value]
-    self._updates[accumulator] = updates = self._updates[accumulator] + done[accumulator.task]
-    final = self._joined.final[accumulator], None
-    whole = final if updates == self._runs[accumulator.task] else (accumulator.before, updates)
-    self._sums[accumulator] = Buffer(*whole, program.rank)
-    return self._sums[accumulator]
-
   def _of_microbatch(self, value: Value, microbatch: int, rank: int) -> Buffer:
-    kept = self._joined.kept.get(value)
-    if value in self._passed_on and microbatch == len(self._joined.indices) - 1:
-      kept = self._passed_on[value]
+    kept, one = self._joined.kept.get(value), self._after.get(value)
+    if one and microbatch == next(reversed(self._turns_of(one))):
+      kept = one.final
     return Buffer(value, microbatch, rank) if kept is None else Buffer(kept, None, rank)
+
+  def _turns_of(self, one: Accumulator) -> Mapping[int, int | None]:
+    """The microbatches in the order in which a value is updated, each with the one before."""
+    return self._in_order if one.passed else self._turns[one.task]
 
   # -- before and after the loop
 
-  def _needed_by_loop(self, rank: int) -> list[Value]:
-    """The values from outside the loop that a rank's tasks read."""
-    needed: dict[Value, None] = {}
+  def _needed_by_loop(self) -> dict[int, dict[Value, None]]:
+    """For each rank, the values from outside the loop that its tasks read, in order."""
+    needed: dict[int, dict[Value, None]] = {rank: {} for rank in self._ranks}
     for (_, stage), task in self._programs.tasks.items():
-      if self._stage_ranks[stage] != rank:
-        continue
       for value in task.inputs:
-        if value in self._start:
-          needed[self._start[value]] = None
-        elif value not in self._producer and value is not self._programs.body.index:
-          needed[value] = None
-    return list(needed)
+        if value in self._before:
+          value = self._joined.start[self._before[value]]
+        elif value in self._producer or value is self._programs.body.index:
+          continue
+        needed[self._stage_ranks[stage]][value] = None
+    return needed
 
   def _ends(self, starts: Mapping[int, list[Equation]]):
     """The equations after the loop, by level and rank; and the ranks of each result."""
@@ -431,8 +422,7 @@ class CallListBuilder:
       ]
     uses = {
       rank: set(eq.free_values([*starts[rank], *self._assignment.closure(needed[rank])]))
-      | set(self._needed_by_loop(rank))
-      | set(needed[rank])
+      | {*self._needed[rank], *needed[rank]}
       for rank in self._ranks
     }
     result_ranks: dict[Value, list[int]] = {}
@@ -465,24 +455,27 @@ class CallListBuilder:
     ranks = ranks or list(self._ranks)
     return ranks if value.bytes <= _LARGE_RESULT else ranks[:1]
 
-  def _start_programs(self, starts: Mapping[int, list[Equation]], ends) -> list[StageProgram]:
+  def _start_programs(
+    self, starts: Mapping[int, list[Equation]], read_at_end: Mapping[tuple[int, int], list[Value]]
+  ) -> list[StageProgram]:
     """A program before the loop, for each rank that needs one."""
     programs = []
     for rank, equations in starts.items():
-      later = {value for (_, at), each in ends.items() if at == rank for value in eq.free_values(each)}
-      read = later | set(self._needed_by_loop(rank)) | set(self._joined.results)
+      later = {value for (_, at), values in read_at_end.items() if at == rank for value in values}
+      read = later | {*self._needed[rank], *self._joined.results}
       outputs = [value for one in equations for value in one.outputs if value in read]
       if outputs or equations:
-        programs.append(_outside_program(f'start_{rank}', rank, equations, outputs))
+        inputs = eq.free_values(equations)
+        programs.append(StageProgram(f'start_{rank}', rank, equations, inputs, outputs))
     return programs
 
   def _end_programs(
-    self, ends: Mapping[tuple[int, int], list[Equation]], result_ranks
+    self, ends: Mapping[tuple[int, int], list[Equation]], read, result_ranks
   ) -> list[StageProgram]:
     """The programs after the loop, with only those outputs that are read."""
     readers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
-    for key, equations in ends.items():
-      for value in eq.free_values(equations):
+    for key, values in read.items():
+      for value in values:
         readers[value].add(key)
     programs = []
     for (level, rank), equations in ends.items():
@@ -494,7 +487,7 @@ class CallListBuilder:
       ]
       if outputs or any(one.has_effects for one in equations):
         name = f'end_{rank}' + (f'_{level}' if level else '')
-        programs.append(_outside_program(name, rank, equations, outputs))
+        programs.append(StageProgram(name, rank, equations, read[level, rank], outputs))
     return programs
 
 
@@ -502,15 +495,6 @@ def _call_once(program: StageProgram) -> Call:
   inputs = [Buffer(one, None, program.rank) for one in program.inputs]
   outputs = [Buffer(one, None, program.rank) for one in program.outputs]
   return Call(program, inputs, outputs)
-
-
-def _outside_program(
-  name: str, rank: int, equations: list[Equation], outputs: list[Value]
-) -> StageProgram:
-  inputs = eq.free_values(equations)
-  return StageProgram(
-    name, rank, equations, inputs, outputs, {one: (one, 0) for one in [*inputs, *outputs]}
-  )
 
 
 def _stack_program(

@@ -8,16 +8,19 @@ puts the arguments on the ranks that use them, loops over the instructions, and 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from flax_spmd._src import compat
 from flax_spmd._src.data.host_values import put
-from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfers
 from flax_spmd._src.pipeline.run.submeshes import is_local, union, view
 from flax_spmd._src.pipeline.schedules.tasks import Step, Task
@@ -51,6 +54,56 @@ class MachineInstruction(NamedTuple):
     for number in self.dead:
       registers[number] = None
     return results
+
+
+class DispatchThreads:
+  """One thread for each rank, so that ranks overlap on the CPU.
+
+  There, dispatching a small program runs it, and so does dispatching one with Python callbacks. A thread waits for
+  transfers from other ranks before it dispatches their reader.
+
+  Args:
+    code: instructions of all ranks, each after those that it depends on.
+  """
+
+  def __init__(self, code: Sequence[MachineInstruction]):
+    self._parts: dict[int, list[MachineInstruction]] = defaultdict(list)  # by rank
+    for one in code:
+      self._parts[one.rank].append(one)
+    self._sent = [number for one in code if one.sends for number in one.outputs]
+    self._pool = ThreadPoolExecutor(len(self._parts), thread_name_prefix='pipeline')
+
+  def run(self, registers: list[Any]) -> None:
+    """Runs all instructions once.
+
+    Raises:
+      Exception: the first one raised in any thread.
+    """
+    arrived = {number: threading.Event() for number in self._sent}
+    failed: list[BaseException] = []
+
+    def work(part: Sequence[MachineInstruction]) -> None:
+      try:
+        for instruction in part:
+          for number in arrived.keys() & instruction.inputs:
+            arrived[number].wait()
+          if failed:
+            return
+          instruction.run(registers)
+          for number in arrived.keys() & instruction.outputs:
+            arrived[number].set()
+      except BaseException as error:
+        failed.append(error)
+      finally:
+        if failed:
+          for one in arrived.values():
+            one.set()
+
+    with_settings = compat.with_settings(work)
+    for future in [self._pool.submit(with_settings, part) for part in self._parts.values()]:
+      future.result()
+    if failed:
+      raise failed[0]
 
 
 class Use(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,24 +60,17 @@ def peaks(stages: LoweredStages, temporaries: Mapping[StageProgram, int]) -> tup
 
 
 def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
-  """Raises if a rank needs more memory than its devices have. CPU devices report no limit.
-
-  Args:
-    needed: peak memory of a device of each rank, in bytes.
-    meshes: mesh of each rank.
+  """Raises if a device of a rank needs more bytes than it has. CPU devices report no limit.
 
   Raises:
     PipelineError: the ranks that do not fit, each with the bytes that it needs and has.
   """
-  limits: dict[int, int] = defaultdict(int)
-  for rank, mesh in enumerate(meshes):
-    known = [one.memory_stats() or {} for one in mesh.local_devices]
-    limits[rank] = min((one['bytes_limit'] for one in known if 'bytes_limit' in one), default=0)
-  lines = [
-    f'  rank {rank}: {size_text(size)} on a device that has {size_text(limits[rank])}'
-    for rank, size in enumerate(needed)
-    if limits[rank] and size > limits[rank]
-  ]
+  lines = []
+  for rank, (size, mesh) in enumerate(zip(needed, meshes, strict=True)):
+    known = [(one.memory_stats() or {}).get('bytes_limit') for one in mesh.local_devices]
+    limit = min(filter(None, known), default=math.inf)
+    if size > limit:
+      lines.append(f'  rank {rank}: {size_text(size)} on a device that has {size_text(limit)}')
   if lines:
     raise PipelineError(
       'Stages do not fit their devices:\n'

@@ -77,11 +77,8 @@ def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None])
 class ProcessTransfers:
   """What the transfers of a pipeline between processes share.
 
-  Args:
-    mesh, axis: the whole mesh, and its stage axis.
-
   Attributes:
-    mesh, axis: see above.
+    mesh, axis: the whole mesh, and its stage axis.
     progress: the transfers that run.
     thread: the thread that runs those between CPUs.
   """
@@ -217,15 +214,7 @@ class CrossHostCopy:
   The receiver goes on until it reads the arrays; on a CPU it then has to `wait`, for a program in a queue could not be
   watched.
 
-  Args:
-    shared: what the transfers of the pipeline share.
-    source: the rank that sends.
-    avals: shapes and dtypes of the arrays.
-    shardings: shardings of the arrays, on both ranks.
-    text: ranks and arrays, for errors.
-
-  Attributes:
-    has_to_wait: whether the arrays are those that `wait` returns.
+  Arguments and attributes are those of `ProcessTransfer`, with the shardings of the arrays on both ranks.
   """
 
   def __init__(

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd._src.jit.arguments import Arguments
@@ -31,18 +30,12 @@ class PipelineOptions(CompileOptions, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """The settings of a pipeline: the arguments of `pipeline_jit`.
+  """The settings of a pipeline: the arguments of `Layout.pipeline_jit`, which documents those not listed here.
 
   Attributes:
     name: the pipeline, in errors.
     mesh, rules: the layout.
     arguments: the function's parameters, static and not.
-    axis: the mesh axis of the stages.
-    schedule: default schedule, for an `accumulate` without one.
-    threads: whether each rank is dispatched by its own thread.
-    timeout: seconds that a transfer between processes may take.
-    stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
-    host_after: number of tasks after which arrays of microbatches wait on the host; None: never.
     reported: the kinds of warnings already issued.
   """
 
@@ -90,7 +83,7 @@ class Request:
   args: tuple
   kwargs: dict[str, Any]
   treedef: Any
-  avals: list[Any]
+  avals: list[jax.ShapeDtypeStruct]
   specs: list[PartitionSpec]
   static: Any
 
@@ -100,9 +93,7 @@ class Request:
     return self.treedef, tuple(self.avals), tuple(self.specs), self.static
 
 
-def aval_of(leaf: Any) -> Any:
+def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
   """Shape, dtype and weak type of an array, a number or a `ShapeDtypeStruct`."""
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
-  aval = jax.typeof(leaf)
-  return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+  aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+  return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))

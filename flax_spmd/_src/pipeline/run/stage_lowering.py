@@ -143,15 +143,21 @@ class LoweredStages:
       return jitted.trace(*arguments).lower(lowering_platforms=platforms)
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
-    program = call.program
-    free = [
-      (number, program.inputs[number].aval, self.spec(buffer), buffer.value in self._donatable)
-      for number, buffer in enumerate(call.inputs)
-      if number in self._last[program]
-    ]
-    return _donations(
-      free, [(value.aval, spec) for value, spec in zip(program.outputs, results, strict=True)]
+    """The inputs whose memory a result can reuse. The caller's arguments come first: others are freed anyway."""
+    program, donated = call.program, []
+    room = Counter(
+      (value.aval.shape, value.aval.dtype, spec)
+      for value, spec in zip(program.outputs, results, strict=True)
     )
+    free = self._last[program]
+    for number in sorted(free, key=lambda at: (call.inputs[at].value not in self._donatable, at)):
+      aval = program.inputs[number].aval
+      for spec in (self.spec(call.inputs[number]), None):  # None: the compiler chooses
+        if room[aval.shape, aval.dtype, spec]:
+          room[aval.shape, aval.dtype, spec] -= 1
+          donated.append(number)
+          break
+    return tuple(sorted(donated))
 
 
 def _function(program: StageProgram) -> Callable[..., list[Any]]:
@@ -180,24 +186,3 @@ def _used_last(call_list: CallList, donatable: set[Value]) -> dict[StageProgram,
         if one.inputs[index] in ends and one.inputs.count(one.inputs[index]) == 1
       }
   return used_last
-
-
-def _donations(
-  free: Sequence[tuple[int, Any, PartitionSpec, bool]], results: Sequence[tuple[Any, Any]]
-) -> tuple[int, ...]:
-  """The free arguments whose memory a result can reuse. The caller's come first: others are freed
-  anyway.
-
-  Args:
-    free: index, aval, spec, and whether it is the caller's, of each free argument.
-    results: aval and spec of each result; None where the compiler chooses the spec.
-  """
-  room = Counter((aval.shape, aval.dtype, spec) for aval, spec in results)
-  donated = []
-  for number, aval, spec, _ in sorted(free, key=lambda one: (not one[3], one[0])):
-    for result_spec in (spec, None):
-      if room[aval.shape, aval.dtype, result_spec]:
-        room[aval.shape, aval.dtype, result_spec] -= 1
-        donated.append(number)
-        break
-  return tuple(sorted(donated))

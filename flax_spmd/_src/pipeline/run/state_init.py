@@ -32,16 +32,9 @@ def init_on_stages(
   shardings: Any,
   setting: Setting,
 ) -> Any:
-  """Calls `create` so that its arrays have the shardings given.
+  """The tree that `create` returns, its arrays with the shardings given, which may be on different devices.
 
-  Args:
-    create: returns a tree of arrays.
-    args, kwargs: its arguments.
-    shardings: a tree of `NamedSharding` of the same structure. Their devices may differ.
-    setting: the settings of the pipeline; its rules are those for constraints inside `create`.
-
-  Returns:
-    The tree.
+  Constraints inside `create` follow the rules of the pipeline's setting.
 
   Raises:
     PipelineError: the paths of the tree and of `shardings` differ.

@@ -7,7 +7,7 @@ every rank. A value of several ranks is on their joint mesh, and replicated over
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import numpy as np
@@ -75,23 +75,20 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
     if axis in clause.mesh_axes
   ]
   if offenders:
-    raise PipelineError(
-      f'Rules shard dimensions over {axis!r}, the axis of the stages, which has size 1 within a stage:\n'
-      + '\n'.join(offenders)
-      + '\nFix: shard them over other axes; the stage of an array follows from its use.'
-    )
+    _refuse('Rules shard dimensions', axis, '\n'.join(offenders))
+
+
+def _refuse(sharded: str, axis: str, lines: str) -> NoReturn:
+  raise PipelineError(
+    f'{sharded} over {axis!r}, the axis of the stages, which has size 1 within a stage:\n{lines}\n'
+    'Fix: shard them over other axes; the stage of an array follows from its use.'
+  )
 
 
 def check_shardings(
   named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: MeshLike, axis: str, noun: str
 ) -> None:
-  """Raises if requested shardings use the stage axis, or devices outside the mesh.
-
-  Args:
-    named: the arrays, with their paths.
-    shardings: the requested sharding of each array, or None.
-    mesh, axis: the whole mesh, and its stage axis.
-    noun: 'Arguments' or 'Results', for the error.
+  """Raises if shardings that are requested for some arrays use the stage axis, or devices outside the mesh.
 
   Raises:
     PipelineError: the paths of all such arrays.
@@ -116,11 +113,7 @@ def check_shardings(
     if axis in axis_names(tuple(sharding.spec))
   ]
   if staged:
-    raise PipelineError(
-      f'{noun} are sharded over {axis!r}, the axis of the stages, which has size 1 within a stage:\n'
-      + first_lines(staged)
-      + '\nFix: shard them over other axes; the stage of an array follows from its use.'
-    )
+    _refuse(f'{noun} are sharded', axis, first_lines(staged))
 
 
 def spec_of(array: Any, axis: str, sizes: Any) -> PartitionSpec:

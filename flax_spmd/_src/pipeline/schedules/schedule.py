@@ -32,7 +32,7 @@ from flax_spmd._src.pipeline.schedules.simulation import (
 )
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
-from flax_spmd._src.pipeline.schedules.text_format import read, steps_of, write
+from flax_spmd._src.pipeline.schedules.text_format import read, steps_of
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
 from flax_spmd._src.pipeline.schedules.validation import (
   ScheduleReport,
@@ -169,7 +169,8 @@ class Schedule(abc.ABC):
       rank 0: fwd_0__0 fwd_0__1 bwd_0__0 bwd_0__1
       rank 1: fwd_1__0 bwd_1__0 fwd_1__1 bwd_1__1
     """
-    return write(self.tasks(microbatches))
+    orders = self.tasks(microbatches)
+    return '\n'.join(' '.join([f'rank {rank}:', *map(str, order)]) for rank, order in enumerate(orders))
 
   def with_costs(self, costs: Costs, transfer: float = 0) -> Schedule:
     """The same order of tasks on every rank, timed by these costs.

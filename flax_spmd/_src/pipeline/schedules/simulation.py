@@ -119,21 +119,8 @@ class Simulation:
     return f'{self.title}: makespan {self.makespan:g}, bubble {self.bubble:.1%}\n{table}'
 
 
-def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Simulation:
-  """Computes the start and end of every task.
-
-  Args:
-    lists: the schedule.
-    costs, transfer: see `Schedule.simulate`. A fused task takes the sum of its tasks' times.
-
-  Raises:
-    PipelineError: the schedule is illegal, or a time is not a non-negative number.
-
-  Example:
-    >>> forward, backward = Task('fwd', 0, 0), Task('bwd', 0, 0)
-    >>> simulate(TaskLists('mine', ((forward, backward),), stage_ranks=(0,), microbatches=1)).makespan
-    3
-  """
+def simulate(lists: TaskLists, costs: Costs, transfer: float) -> Simulation:
+  """Computes the start and end of every task; see `Schedule.simulate`. A fused task takes the sum of its tasks' times."""
   report = validate(lists)
   by_rank: list[list[TimedStep]] = [[] for _ in lists.orders]
   for one in timed(lists, report.order, costs, transfer):
@@ -162,16 +149,7 @@ def timed(lists: TaskLists, order: Sequence[Step], costs: Costs, transfer: float
 
 
 def cost_function(costs: Costs, stages: int, kinds: Collection[str]) -> Callable[[Task], float]:
-  """A function from a task to its validated time.
-
-  Args:
-    costs: see `simulate`.
-    stages: number of stages.
-    kinds: the kinds of tasks of the schedule; without 'wgrad', a backward takes the time of both.
-
-  Raises:
-    PipelineError: see `simulate`.
-  """
+  """A function from a task to its validated time; among `kinds` without 'wgrad', a backward takes the time of both."""
   if callable(costs):
     return lambda task: check_time(costs(task), str(task))
   table = stage_costs(costs, stages, kinds)
@@ -197,11 +175,7 @@ def own_costs(costs: Costs) -> Costs:
 
 
 def stage_costs(costs: Costs, stages: int, kinds: Collection[str]) -> dict[str, tuple[float, ...]]:
-  """Per kind, the time of every stage; 0 for kinds without costs.
-
-  Raises:
-    PipelineError: see `simulate`.
-  """
+  """Per kind, the time of every stage; 0 for kinds without costs."""
   own: Any = own_costs(costs)
   if own and all(isinstance(one, Task) for one in own):
     own = _medians(own, stages, kinds)

@@ -26,7 +26,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _TASK = re.compile(r'(\w+?)_(\d+)__(\d+)')
 _FUSED = re.compile(r'FusedTask\((.*)\)')
-_WORD = re.compile(r'FusedTask\([^()]*\)|[^\s,]+')
 _SYNTAX = (
   'write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; '
   'FusedTask(fwd_2__0, bwd_2__0).'
@@ -111,8 +110,6 @@ def parse(text: str) -> Step:
     PipelineError: the text is not a task.
 
   Example:
-    >>> parse('fwd_2__0')
-    Task(kind='fwd', stage=2, microbatch=0)
     >>> parse('FusedTask(fwd_3__0, bwd_3__0)').tasks[1]
     Task(kind='bwd', stage=3, microbatch=0)
   """
@@ -120,11 +117,6 @@ def parse(text: str) -> Step:
   if fused:
     return FusedTask(tuple(map(_parse_one, fused[1].split(','))))
   return _parse_one(text)
-
-
-def split_line(line: str) -> list[str]:
-  """The texts of the tasks in a line, which are separated by spaces or commas."""
-  return _WORD.findall(line)
 
 
 def inputs(task: Task, stages: int) -> tuple[Task, ...]:

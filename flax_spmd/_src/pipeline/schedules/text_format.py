@@ -1,9 +1,9 @@
-"""Text format: a schedule for one number of microbatches as text, one line per rank, and back.
+"""Text format: a schedule for one number of microbatches as text, one line per rank.
 
     rank 0: fwd_0__0 fwd_0__1 bwd_0__0 bwd_0__1
     rank 1: FusedTask(fwd_1__0, bwd_1__0) FusedTask(fwd_1__1, bwd_1__1)   # `#` begins a comment
 
-Reading and writing are inverse to each other, except for comments and spaces.
+`Schedule.to_text` is the inverse, except for comments and spaces.
 """
 
 from __future__ import annotations
@@ -12,33 +12,17 @@ import collections
 import re
 from collections.abc import Iterator, Sequence
 
-from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task, parse, split_line
+from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task, parse
 from flax_spmd._src.pipeline.schedules.validation import point_at
-from flax_spmd.errors import PipelineError, Problem, problems_text
+from flax_spmd.errors import PipelineError, Problem, raise_problems
 
 _LINE = re.compile(r'rank (\d+):(.*)')
-
-
-def write(orders: Sequence[Order]) -> str:
-  """The text of a schedule: one line per rank.
-
-  Example:
-    >>> print(write(read('rank 0: fwd_0__0, bwd_0__0')[0]))
-    rank 0: fwd_0__0 bwd_0__0
-  """
-  return '\n'.join(' '.join([f'rank {rank}:', *map(str, order)]) for rank, order in enumerate(orders))
+_WORD = re.compile(r'FusedTask\([^()]*\)|[^\s,]+')
+_FIX = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd_0__0".'
 
 
 def read(text: str) -> tuple[tuple[Order, ...], tuple[int, ...]]:
-  """The tasks of each rank in a text, and the rank of each stage: the one that has most of its tasks.
-
-  Raises:
-    PipelineError: a word that is not a task, a line out of order, or a stage without tasks.
-
-  Example:
-    >>> read('rank 0: fwd_0__0 bwd_0__0')[1]
-    (0,)
-  """
+  """The tasks of each rank in a text, and the rank of each stage; see `Schedule.from_text`."""
   lines = list(filter(None, (line.partition('#')[0].strip() for line in text.splitlines())))
   orders: list[Order] = []
   problems: list[Problem] = []
@@ -46,15 +30,11 @@ def read(text: str) -> tuple[tuple[Order, ...], tuple[int, ...]]:
     match = _LINE.fullmatch(line)
     if not match or int(match[1]) != rank:
       raise PipelineError(f'Line {line[:60]!r} does not begin with "rank {rank}:".\n{_FIX}')
-    orders.append(tuple(_steps(rank, split_line(match[2]), problems)))
-  if problems:
-    raise PipelineError(problems_text(problems))
+    orders.append(tuple(_steps(rank, _WORD.findall(match[2]), problems)))
+  raise_problems(problems)
   if not any(orders):
     raise PipelineError(f'The text has no tasks.\n{_FIX}')
   return tuple(orders), _stage_ranks(orders)
-
-
-_FIX = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd_0__0".'
 
 
 def steps_of(rank: int, items: Sequence[Step | str]) -> list[Step]:
@@ -62,15 +42,10 @@ def steps_of(rank: int, items: Sequence[Step | str]) -> list[Step]:
 
   Raises:
     PipelineError: some items are neither. The message underlines each of them.
-
-  Example:
-    >>> steps_of(0, ['fwd_0__0'])
-    [Task(kind='fwd', stage=0, microbatch=0)]
   """
   problems: list[Problem] = []
   steps = list(_steps(rank, items, problems))
-  if problems:
-    raise PipelineError(problems_text(problems))
+  raise_problems(problems)
   return steps
 
 
@@ -84,14 +59,12 @@ def _steps(rank: int, items: Sequence[Step | str], problems: list[Problem]) -> I
       problems.append(Problem(f'rank {rank}, task {at}: {text}\n{shown}', fix, PipelineError))
 
 
-def _tasks(orders: Sequence[Order]) -> Iterator[tuple[int, Task]]:
-  return ((rank, task) for rank, order in enumerate(orders) for step in order for task in step.tasks)
-
-
 def _stage_ranks(orders: Sequence[Order]) -> tuple[int, ...]:
   counts: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-  for rank, task in _tasks(orders):
-    counts[task.stage][rank] += 1
+  for rank, order in enumerate(orders):
+    for step in order:
+      for task in step.tasks:
+        counts[task.stage][rank] += 1
   missing = sorted(set(range(max(counts))) - set(counts))
   if missing:
     raise PipelineError(

@@ -75,19 +75,10 @@ class TaskLists(NamedTuple):
 
 
 def validate(lists: TaskLists, live: int | None = None) -> ScheduleReport:
-  """Proves that a schedule is legal.
-
-  Args:
-    lists: the schedule.
-    live: largest number of live activations per rank, or None for no limit.
+  """Proves that a schedule is legal; see `Schedule.validate`.
 
   Raises:
     PipelineError: the schedule is illegal. The message underlines each wrong task in its list.
-
-  Example:
-    >>> forward, backward = Task('fwd', 0, 0), Task('bwd', 0, 0)
-    >>> validate(TaskLists('mine', ((forward, backward),), stage_ranks=(0,), microbatches=1)).peaks
-    (1,)
   """
   problems = _first_of_each_kind([*_membership(lists), *_precedence(lists)])
   order, blocked = ([], {}) if problems else _walk(lists)
