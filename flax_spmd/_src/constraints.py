@@ -68,6 +68,11 @@ def constrain(
     >>> x.sharding.spec
     P('data',)
   """
+  if isinstance(spec, (str, bytes)) or not isinstance(spec, (PartitionSpec, Sequence)):
+    raise LayoutError(
+      f'{_location()}: the spec is {shown(repr(spec))}.\n'
+      "Fix: write a PartitionSpec with mesh axes or None for each dimension, such as PartitionSpec('data', None)."
+    )
   spec = aligned(PartitionSpec(*spec), np.ndim(x))
   target = mesh_for_constraints(mesh)
   if target is None:
@@ -108,6 +113,11 @@ def with_logical_constraint(
     >>> y.sharding.spec
     P('data', 'model')
   """
+  if not isinstance(fallback, RulesFallback):
+    raise LayoutError(
+      f'{_location()}: the fallback is {shown(repr(fallback))}.\n'
+      'Fix: pass a member of RulesFallback, such as RulesFallback.RAISE_ERROR.'
+    )
   table = in_force(tracing=_any_traced(x)).rules if rules is None else Rules.of(rules)
   strict = fallback is RulesFallback.RAISE_ERROR
   if logical_axis_resources is None:

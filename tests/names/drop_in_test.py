@@ -265,9 +265,9 @@ def test_drawn_trees_of_specs(tree, rules):
 
 
 def test_both_reject_leaves_that_are_not_specs():
-  for lib in (nn, spmd):
+  for lib, error in ((nn, TypeError), (spmd, spmd.errors.LayoutError)):
     for leaf in (3, jnp.ones(2)):
-      with pytest.raises(TypeError):
+      with pytest.raises(error):
         lib.logical_to_mesh({'a': leaf}, (('a', 'x'),))
 
 
