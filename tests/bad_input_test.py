@@ -596,13 +596,40 @@ def test_a_module_in_place_of_a_function():
 
 
 @pytest.mark.parametrize(
-  'tree, kind', [(nn.Dense(8), 'Dense'), (nn.Dense(8).init, 'method'), ('params', 'str')]
+  'tree, kind',
+  [
+    (nn.Dense(8), 'Dense'),
+    (nn.Dense(8).init, 'method'),
+    ('params', 'str'),
+    (layout(), 'Layout'),
+    (layout().mesh, 'Mesh'),
+    (layout().plan(lambda: jnp.ones(8)), 'Plan'),
+    (layout().sharding(jnp.ones(8)), 'NamedSharding'),
+    (PartitionSpec('data'), PartitionSpec.__name__),
+    (jnp, 'module'),
+    (jnp.float32, '_ScalarMeta'),
+    (Path('state'), 'PosixPath'),
+  ],
 )
 def test_something_that_is_no_tree_of_arrays(tree, kind):
-  for report in (functools.partial(spmd.explain, layout()), layout().check):
-    assert text_of(errors.LayoutError, report, tree) == dedent(f"""\
+  one = layout()
+  for report in (functools.partial(spmd.explain, one), one.check, one.spec, one.sharding, one.names):
+    assert (
+      text_of(errors.LayoutError, report, tree)
+      == dedent(f"""\
       A {kind} is no tree of arrays.
-      Fix: pass a state, or its plan without arrays, such as layout.abstract(model.init, key, x).""")
+      Fix: pass a state, or one without arrays, such as layout.abstract(model.init, key, x) or plan.abstract().""")
+    )
+
+
+@pytest.mark.parametrize(
+  'tree', [3, 2.5, True, 1j, np.float32(1), np.ones(8), box((8,), None), None, ()]
+)
+def test_trees_of_one_array_or_number_or_none(tree):
+  leaves = jax.tree.leaves(tree)
+  assert layout().names(tree) == [None] * len(leaves) or spmd.is_axis_metadata(tree)
+  assert len(spmd.explain(layout(), tree).rows) == len(leaves)
+  assert all(not any(spec) for spec in jax.tree.leaves(layout().spec(tree)))
 
 
 def test_abstract_arguments_of_a_call():
@@ -636,11 +663,22 @@ def test_bare_strings_for_placements_and_constraints():
 
 
 @pytest.mark.parametrize(
-  'rule', [spmd.fsdp, spmd.optimizer_over, spmd.presets.zero1, lambda path, leaf: None, lambda: None]
+  'rule',
+  [
+    spmd.fsdp,
+    spmd.optimizer_over,
+    spmd.presets.zero1,
+    lambda path, leaf: None,
+    lambda: None,
+    nn.Dense(8),
+    spmd.make_mesh({'data': 8}),
+  ],
 )
 def test_functions_that_are_no_rules(rule):
   text = text_of(errors.RulesError, layout, ('batch', 'data'), rule)
   assert text.startswith(f'Rule 1 is {rule!r}, which is not a rule.\nFix: ')
+  text = text_of(errors.LayoutError, layout().shard, jnp.ones(8), rule)
+  assert text.startswith(f'The placements {rule!r} are not a prefix of the tree: ')
   assert layout(lambda leaf, skip=(): None).rules  # a second argument may have a default
 
 
@@ -665,6 +703,105 @@ def test_options_for_parameters_that_a_function_does_not_have():
     Fix: count the parameters from 0, or give the name of one.""")
   jit(lambda *args, **others: args, donate_argnums=7, donate_argnames='any')
   jit(step, donate_argnums=(-2, np.int64(1)), static_argnames='train')
+
+
+def test_entries_of_options_that_are_no_positions_or_names():
+  for jit in (layout().jit, layout(mesh={'stage': 8}).pipeline_jit):
+    text = text_of(
+      errors.LayoutError,
+      jit,
+      sum,
+      donate_argnums='x',
+      static_argnums=[1.5],
+      static_argnames=(0, {'a': 1}),
+    )
+    assert text == dedent("""\
+      donate_argnums has x, which is not the position of a parameter.
+      static_argnums has 1.5, which is not the position of a parameter.
+      static_argnames has 0, which is not the name of a parameter.
+      static_argnames has {'a': 1}, which is not the name of a parameter.
+      Fix: pass positions as donate_argnums, and names as donate_argnames.
+      Fix: pass positions as static_argnums, and names as static_argnames.""")
+
+
+@pytest.mark.parametrize('several', [tuple, list, set, dict.fromkeys, iter])
+def test_names_of_static_arguments_may_be_any_iterable(several):
+  step = layout().jit(lambda x, name: {name: x}, static_argnames=several(['name']))
+  assert list(step(jnp.ones(8), name='a')) == list(step(jnp.ones(8), 'a')) == ['a']
+
+
+@pytest.mark.parametrize('placements', [5, layout(), lambda: None, iter(()), np.ones(8), {'x'}])
+def test_placements_of_arguments_that_are_none(placements):
+  for option in ('in_rules', 'in_constraints'):
+    step = layout().jit(lambda x: x, **cast(Any, {option: placements}))
+    first, fix = text_of(errors.LayoutError, step, jnp.ones(8)).splitlines()
+    assert first.endswith(' is no placement.')
+    assert fix == (
+      'Fix: give one placement for all arguments, a tuple with one per argument, or a dict by parameter name.'
+    )
+
+
+def test_a_sharding_that_does_not_fit_every_array():
+  one = layout()
+  sharding = one.sharding(jnp.ones((8, 8)), PartitionSpec('data', 'model'))
+  tree = {'b': np.ones(8), 'v': np.ones((3, 8)), 'w': np.ones((8, 8))}
+  step = one.jit(lambda tree: tree, in_rules=(sharding,))
+  for place, at in ((functools.partial(one.shard, placements=sharding), ''), (step, 'argument tree/')):
+    assert text_of(errors.LayoutError, place, tree) == dedent(f"""\
+      {at}b: shape (8,) does not fit the sharding P('data', 'model') on {{'data': 2, 'model': 4}}.
+      {at}v: shape (3, 8) does not fit the sharding P('data', 'model') on {{'data': 2, 'model': 4}}.
+      Fix: pass a sharding that fits every array, or a tree with one for each.""")
+
+
+@pytest.mark.parametrize('fallback', [None, 'raise_error', 'no_constraint', True, 2])
+def test_a_fallback_that_is_none(fallback):
+  """Flax leaves out the constraint."""
+  for names in (('batch', 'hidden'), None):
+    step = layout(('batch', 'data')).jit(
+      lambda x, names=names: spmd.with_logical_constraint(x, names, fallback=fallback)
+    )
+    assert text_of(errors.LayoutError, step, jnp.ones((8, 8))) == (
+      f'constraint: the fallback is {fallback!r}.\n'
+      'Fix: pass a member of RulesFallback, such as RulesFallback.RAISE_ERROR.'
+    )
+
+
+@pytest.mark.parametrize('spec', ['data', {'data': 2, 'model': 4}, {'data'}, None, 5, iter(['data'])])
+def test_a_spec_of_a_constraint_that_is_none(spec):
+  text = text_of(errors.LayoutError, layout().jit(lambda x: spmd.constrain(x, spec)), jnp.ones((8, 8)))
+  assert text == (
+    f'constraint: the spec is {spec!r}.\n'
+    "Fix: write a PartitionSpec with mesh axes or None for each dimension, such as PartitionSpec('data', None)."
+  )
+
+
+@pytest.mark.parametrize('names', ['embed', b'embed', {'embed'}, {'embed': 'mlp'}, iter(['embed']), 5])
+def test_names_that_are_no_sequence(names):
+  expected = (
+    f'The names of an array are {names!r}.\n'
+    "Fix: write a tuple with a name or None for each dimension, such as ('batch', None)."
+  )
+  rules = (('embed', 'data'),)
+  assert text_of(errors.LayoutError, spmd.logical_to_mesh_axes, names, rules) == expected
+  assert text_of(errors.LayoutError, spmd.Rules(*rules).spec, names) == expected
+
+
+@pytest.mark.parametrize('mesh', [layout(), {'data': 8}, 'data', PartitionSpec('data'), jax.devices()])
+def test_the_mesh_of_a_box_that_is_none(mesh):
+  for cls in (spmd.Partitioned, spmd.LogicallyPartitioned):
+    text = text_of(errors.MeshError, cls, jnp.ones(8), (None,), mesh)
+    assert text.startswith('The mesh of a box in no module is ')
+    assert text.endswith(
+      'Fix: pass a mesh, such as layout.mesh, or leave it out: the mesh in force is used.'
+    )
+
+
+@pytest.mark.parametrize('mesh', [(), 0, False])
+def test_replacing_a_mesh_by_none(mesh):
+  if mesh == ():
+    assert layout().replace(mesh=mesh).mesh.size == 1  # as Layout(())
+  else:
+    text_of(errors.MeshError, layout().replace, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,17 @@ def test_fallback_raise_error_with_no_rules_at_all():
     spmd.with_logical_constraint(x, ('batch',), fallback=strict)
 
 
+@pytest.mark.parametrize('names', [(), (None,), (P.UNCONSTRAINED,), P(None)])
+def test_fallback_raise_error_with_neither_rules_nor_names(names):
+  """Nothing is constrained, as in Flax: without rules, None does not replicate a dimension."""
+  strict = spmd.RulesFallback.RAISE_ERROR
+  layout = spmd.Layout({'data': 8})
+  x = layout.shard(jnp.ones(8), P('data'))
+  assert spmd.with_logical_constraint(x, names, fallback=strict) is x
+  y = layout.jit(lambda x: spmd.with_logical_constraint(x, names, fallback=strict) + 1)(x)
+  assert y.sharding.is_equivalent_to(x.sharding, 1)
+
+
 def test_errors_inside_a_model_name_the_module():
   class Inner(nn.Module):
     @nn.compact

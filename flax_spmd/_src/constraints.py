@@ -68,6 +68,11 @@ def constrain(
     >>> x.sharding.spec
     P('data',)
   """
+  if isinstance(spec, (str, bytes)) or not isinstance(spec, (PartitionSpec, Sequence)):
+    raise LayoutError(
+      f'{_location()}: the spec is {shown(repr(spec))}.\n'
+      "Fix: write a PartitionSpec with mesh axes or None for each dimension, such as PartitionSpec('data', None)."
+    )
   spec = aligned(PartitionSpec(*spec), np.ndim(x))
   target = mesh_for_constraints(mesh)
   if target is None:
@@ -108,6 +113,11 @@ def with_logical_constraint(
     >>> y.sharding.spec
     P('data', 'model')
   """
+  if not isinstance(fallback, RulesFallback):
+    raise LayoutError(
+      f'{_location()}: the fallback is {shown(repr(fallback))}.\n'
+      'Fix: pass a member of RulesFallback, such as RulesFallback.RAISE_ERROR.'
+    )
   table = in_force(tracing=_any_traced(x)).rules if rules is None else Rules.of(rules)
   strict = fallback is RulesFallback.RAISE_ERROR
   if logical_axis_resources is None:
@@ -205,6 +215,8 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
       f'{_location()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
       f'shape {tuple(x.shape)}.\nFix: pass at most one name per dimension.'
     )
+  if not rules.pairs and not any(isinstance(name, str) for name in names):
+    return x  # with RAISE_ERROR, and nothing to raise
   target = mesh_for_constraints(mesh)
   if target is None:
     raise MeshError(_NO_MESH.format(constraint=f'the logical names {tuple(names)!r}'))

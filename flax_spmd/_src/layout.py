@@ -32,7 +32,7 @@ from flax_spmd._src.data.global_batches import Check, local_indices, local_to_gl
 from flax_spmd._src.data.key_arrays import put_all
 from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.host_memory import check_memories, check_no_host
-from flax_spmd._src.jit.arguments import Arguments, check_no_others, closed_over
+from flax_spmd._src.jit.arguments import Arguments, argument_options, check_no_others, closed_over
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.jit.jitted import Jitted, P, Result
 from flax_spmd._src.jit.named_axis import NamedAxis
@@ -54,7 +54,7 @@ from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.notebook_html import safe
 from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
-from flax_spmd._src.plan.planner import common_spec, planner_for
+from flax_spmd._src.plan.planner import check_is_tree, common_spec, planner_for
 from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
@@ -156,7 +156,7 @@ class Layout:
     elif not isinstance(rules, Rules):
       rules = Rules.of(rules, **dataclasses.asdict(self._rules.policies))
     strict = self.strict if strict is None else strict
-    return Layout(mesh or self._mesh, rules, strict=strict, **policies)
+    return Layout(self._mesh if mesh is None else mesh, rules, strict=strict, **policies)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, Layout):
@@ -235,6 +235,7 @@ class Layout:
       >>> jax.device_put(w.value, layout.sharding({'w': w})['w']).addressable_shards[0].data.shape
       (8, 4)
     """
+    check_is_tree(tree)
     if placements is not None:
       return jax.tree.structure(tree).unflatten(self._shardings(tree, placements))
     return self._planner.shardings(tree)
@@ -254,6 +255,7 @@ class Layout:
       >>> layout.names({'b': jnp.ones(16), 'w': w})
       [None, ('embed', 'hidden')]
     """
+    check_is_tree(tree)
     return leaf_names(tree, logical_only=logical_only)
 
   def check(self, tree: Any) -> findings.Findings:
@@ -461,10 +463,12 @@ class Layout:
     """
     check_no_others(Layout.jit, others)
     options = {
-      'donate_argnums': donate_argnums,
-      'donate_argnames': donate_argnames,
-      'static_argnums': static_argnums,
-      'static_argnames': static_argnames,
+      **argument_options(
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+      ),
       'keep_unused': keep_unused,
       'inline': inline,
       'compiler_options': compiler_options,
@@ -591,12 +595,12 @@ class Layout:
       'timeout': timeout,
       'host_after': host_after,
     }
-    options: dict[str, Any] = {
-      'donate_argnums': donate_argnums,
-      'donate_argnames': donate_argnames,
-      'static_argnums': static_argnums,
-      'static_argnames': static_argnames,
-    }
+    options = argument_options(
+      donate_argnums=donate_argnums,
+      donate_argnames=donate_argnames,
+      static_argnums=static_argnums,
+      static_argnames=static_argnames,
+    )
     if fn is None:
       return functools.partial(
         self.pipeline_jit, in_rules=in_rules, out_rules=out_rules, **settings, **options

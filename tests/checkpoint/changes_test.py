@@ -76,6 +76,11 @@ from flax_spmd.checkpoint import Changes
       "Fix: write dtypes='cast'; for casts that lose digits, list them: dtypes={'float32': 'bfloat16'}.",
     ),
     (
+      {'dtypes': ('f4', 'f2')},
+      "dtypes=('f4', 'f2') is neither 'keep', 'cast' nor a mapping of dtypes.\n"
+      "Fix: write dtypes='cast'; for casts that lose digits, list them: dtypes={'float32': 'bfloat16'}.",
+    ),
+    (
       {'dtypes': {'float32': 'float3'}},
       "dtypes={'float32': 'float3'} contains an unknown dtype: data type 'float3' not understood.\n"
       "Fix: write dtypes={'float32': 'bfloat16'}.",
@@ -173,6 +178,9 @@ def test_changes_for_a_target_are_refused_by_convert(tmp_path):
   [
     {'renames': 'a'},
     {'renames': {3: 'b'}},
+    {'renames': ('wi', 'up')},
+    {'rearranged': ('wi', 'a b -> b a')},
+    {'stacks': ('ls', 'l_{}')},
     {'stacks': ['layers']},
     {'axes': 3},
     {'moved': 3},

@@ -55,6 +55,20 @@ def test_a_mesh_and_a_target_are_refused(layout, path):
   ]
 
 
+@pytest.mark.parametrize(
+  'wrong', [spmd.make_mesh({'data': 8}), (('embed', 'data'),), 'layout.toml', {}, 0]
+)
+def test_something_in_place_of_a_layout(path, wrong):
+  expected = [
+    f'layout={wrong!r} is no layout.',
+    'Fix: pass a Layout; a mesh is passed as mesh=, a table as rules=, and a plan as the target.',
+  ]
+  assert refused(path, layout=wrong) == expected
+  with pytest.raises(errors.TargetError) as caught:
+    checkpoint.preflight(path, layout=wrong)
+  assert str(caught.value).splitlines() == expected
+
+
 @pytest.mark.parametrize('size', [-1, 'x', float('nan'), [1]])
 def test_sizes_that_are_no_numbers_of_bytes(layout, path, tmp_path, size):
   def expected(name):

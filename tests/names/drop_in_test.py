@@ -265,9 +265,9 @@ def test_drawn_trees_of_specs(tree, rules):
 
 
 def test_both_reject_leaves_that_are_not_specs():
-  for lib in (nn, spmd):
+  for lib, error in ((nn, TypeError), (spmd, spmd.errors.LayoutError)):
     for leaf in (3, jnp.ones(2)):
-      with pytest.raises(TypeError):
+      with pytest.raises(error):
         lib.logical_to_mesh({'a': leaf}, (('a', 'x'),))
 
 
@@ -313,6 +313,21 @@ def test_shardings_of_boxed_trees(mesh):
   assert spmd.get_sharding(tree(nn), mesh) == expected
   assert nn.get_sharding(tree(spmd), mesh) == expected
   assert expected['w'] == NamedSharding(mesh, PartitionSpec('data', 'model'))
+
+
+@given(strategies.names(), st.booleans())
+@example((('w',), None), False)
+def test_a_sharding_is_the_resolution_of_the_names(names, own):
+  """Tuples of one mesh axis too, which a spec does not distinguish from a name."""
+  mesh = spmd.abstract_mesh(dict.fromkeys(strategies.MESH_AXES, 2))
+  rules = (('batch', 'w'), ('embed', 'x'), ('mlp', ('y', 'z')), ('embed', None))
+  box = spmd.LogicallyPartitioned(
+    jax.ShapeDtypeStruct((8,) * len(names), jnp.float32), names, rules=rules if own else None
+  )
+  with spmd.logical_axis_rules(() if own else rules):
+    expected = outcome(lambda: NamedSharding(mesh, spmd.logical_to_mesh_axes(tuple(names), rules)))
+    assert outcome(box.get_sharding, mesh) == expected
+    assert outcome(spmd.get_sharding, box, mesh) == expected
 
 
 @given(strategies.boxed_trees, st.integers(0, 3), st.sampled_from(['layers', None]))

@@ -31,6 +31,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
+from flax_spmd._src.text import shown
 from flax_spmd.errors import TargetError
 
 if TYPE_CHECKING:
@@ -287,6 +288,11 @@ def preflight(
 def _prepared(target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes) -> RestoreTarget | None:
   """The restore target of a tree; None without a tree."""
   check_is_changes(changes)
+  if not isinstance(layout, Layout | None):
+    raise TargetError(
+      f'layout={shown(repr(layout))} is no layout.\n'
+      'Fix: pass a Layout; a mesh is passed as mesh=, a table as rules=, and a plan as the target.'
+    )
   if target is None:
     return None
   if not layout is mesh is rules is None:

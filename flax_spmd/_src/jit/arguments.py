@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from flax_spmd._src.jit.tree_constraints import with_sharding_constraint
 from flax_spmd._src.mesh import MeshLike, placed_sharding
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.placements import PlacedPart, is_placement
+from flax_spmd._src.text import shown
 from flax_spmd._src.tree_paths import key_value, path_string
 from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
@@ -142,6 +143,11 @@ class Arguments(NamedTuple):
     if isinstance(placements, Mapping):
       self._check_names(placements, names)
       by_name, by_position = placements, [placements.get(name) for name in names]
+    elif not isinstance(placements, (tuple, list)):
+      raise LayoutError(
+        f'{shown(placements)} is no placement.\n'
+        'Fix: give one placement for all arguments, a tuple with one per argument, or a dict by parameter name.'
+      )
     else:
       self._check_count(placements, max(len(names), len(args)))
       by_name, by_position = dict(zip(names, placements, strict=False)), list(placements)
@@ -344,6 +350,32 @@ def _as_static(leaf: Any) -> Any:
   return leaf if is_traceable(leaf) else _StaticObject(leaf)
 
 
+def argument_options(**options: Any) -> dict[str, Any]:
+  """Options of `jax.jit` for arguments, by position (`argnums`) or name (`argnames`), with their entries in tuples.
+
+  Raises:
+    LayoutError: an entry is neither a position nor a name (lists all of them).
+  """
+  kinds = {name: str if name.endswith('argnames') else (int, np.integer) for name in options}
+  entries = {
+    name: tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    for name, value in options.items()
+    if value is not None
+  }
+  raise_problems(
+    [
+      Problem(
+        f'{name} has {shown(entry)}, which is not the {"name" if kinds[name] is str else "position"} of a parameter.',
+        f'pass positions as {name.partition("_")[0]}_argnums, and names as {name.partition("_")[0]}_argnames.',
+      )
+      for name, each in entries.items()
+      for entry in each
+      if not isinstance(entry, kinds[name])
+    ]
+  )
+  return {name: entries.get(name) for name in options}
+
+
 def _is_hashable(value: Any) -> bool:
   try:
     hash(value)
@@ -359,7 +391,7 @@ def _check_hashable(static: Sequence[tuple[int | str, type, Any]]) -> None:
       hash(value)
     except TypeError:
       raise TypeError(
-        f'Static argument {where!r} is a {kind.__name__}, which is not hashable: {value!r}.\n'
+        f'Static argument {where!r} is a {kind.__name__}, which is not hashable: {shown(value)}.\n'
         'Fix: pass a tuple, a frozen dataclass or another hashable value.'
       ) from None
 

@@ -29,7 +29,7 @@ import numpy as np
 from flax import serialization
 from flax.core import meta
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, report_names
@@ -40,7 +40,8 @@ from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd.errors import LayoutError, MeshAxisError, RulesError, raise_problems
+from flax_spmd._src.text import shown
+from flax_spmd.errors import LayoutError, MeshAxisError, MeshError, RulesError, raise_problems
 
 PARTITION_NAME = meta.PARTITION_NAME
 
@@ -148,7 +149,7 @@ class Partitioned(_Base):
     if type(value) is Static:  # unflattened: a training step does this to every box
       self._pair = (names, value)
     else:
-      self._pair = ((value,), Static(_canonical(names), False, mesh))
+      self._pair = ((value,), Static(_canonical(names), False, _checked(mesh)))
 
   if not TYPE_CHECKING:  # pyright knows `__dict__` as final
 
@@ -392,7 +393,7 @@ class LogicallyPartitioned(Partitioned):
       self._pair = (names, value)
     else:
       own_rules = None if rules is None else _of_names_only(Rules.of(rules))
-      self._pair = ((value,), Static(_canonical(names), True, mesh, own_rules))
+      self._pair = ((value,), Static(_canonical(names), True, _checked(mesh), own_rules))
 
   @property
   def rules(self) -> Rules | None:
@@ -573,6 +574,20 @@ def _canonical(names: Any) -> Any:
     f'The names of a box in {compat.current_module() or "no module"} are {names!r}.\n'
     "Fix: write a tuple with a name, a tuple of mesh axes, or None for each dimension, such as ('embed', None)."
   )
+
+
+def _checked(mesh: Any) -> MeshLike | None:
+  """The mesh of a box, if it is one.
+
+  Raises:
+    MeshError: it is not, but a layout, say.
+  """
+  if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+    raise MeshError(
+      f'The mesh of a box in {compat.current_module() or "no module"} is {shown(mesh)}.\n'
+      'Fix: pass a mesh, such as layout.mesh, or leave it out: the mesh in force is used.'
+    )
+  return mesh
 
 
 def _is_entry(name: Any) -> bool:

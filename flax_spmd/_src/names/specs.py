@@ -86,7 +86,12 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
     if spec is None:
       return None
     box = _as_box(unit)
-    return NamedSharding(mesh, spec if box is None else box.replace(names=spec).get_sharding(mesh).spec)
+    if box is None:
+      return NamedSharding(mesh, spec)
+    names = [
+      (name,) if (name,) in box.names else name for name in spec
+    ]  # a spec has no tuples of one axis
+    return NamedSharding(mesh, box.replace(names=names).get_sharding(mesh).spec)
 
   def sharding(unit, spec):
     if compat.is_variable_type(type(unit)):

@@ -10,7 +10,7 @@ The forms of a placement are listed in `flax_spmd._src.rules.placements`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -92,7 +92,9 @@ def shardings_by(
     if placement is None:
       shardings += default(part)
     elif isinstance(placement, Sharding):
-      shardings += [_stored(placement)] * len(jax.tree.leaves(part))
+      leaves = jax.tree_util.tree_leaves_with_path(part)
+      problems += _misfits(placement, path, leaves)
+      shardings += [_stored(placement)] * len(leaves)
     elif is_table(placement):
       rules = Rules.of(placement)
       rules.check_axes(planner.sizes)
@@ -103,6 +105,23 @@ def shardings_by(
       shardings += named.shardings(placement, shapes)
   raise_problems(problems)
   return shardings
+
+
+def _misfits(
+  sharding: Sharding, path: KeyPath, leaves: Iterable[tuple[KeyPath, Any]]
+) -> Iterator[Problem]:
+  """The problem of every array that a sharding of the caller does not fit, by its rank or sizes."""
+  for inner, leaf in leaves:
+    try:
+      sharding.shard_shape(np.shape(leaf))
+    except (ValueError, IndexError):  # the latter is of a rank that is too small
+      text = repr(sharding)
+      if isinstance(sharding, NamedSharding):
+        text = f'{sharding.spec} on {describe(sharding.mesh)}'
+      yield Problem(
+        f'{path_string((*path, *inner))}: shape {np.shape(leaf)} does not fit the sharding {text}.',
+        'pass a sharding that fits every array, or a tree with one for each.',
+      )
 
 
 def unplaced(placed: Sequence[PlacedPart], treedef: Any) -> tuple[Any, list[bool]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import numbers
 from collections import defaultdict
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple, cast
@@ -160,12 +161,8 @@ class Planner:
     return _TreePlan(self, tree).rows(stored)
 
   def checked_rows(self, tree: Any, stored: Any = None) -> list[Row]:
-    """`rows`, after a check that raises as `shardings`, and for a function, a module or text in the place of a tree."""
-    if isinstance(tree, str) or (callable(tree) and jax.tree_util.all_leaves([tree])):
-      raise LayoutError(
-        f'A {type(tree).__name__} is no tree of arrays.\n'
-        'Fix: pass a state, or its plan without arrays, such as layout.abstract(model.init, key, x).'
-      )
+    """`rows`, after a check that raises as `shardings` and `check_is_tree`."""
+    check_is_tree(tree)
     plan = _TreePlan(self, tree)
     plan.shardings()
     return plan.rows(stored)
@@ -271,6 +268,21 @@ class Planner:
     if sharding is None:
       sharding = self._by_spec[spec, memory] = NamedSharding(self.mesh, spec, memory_kind=memory)
     return sharding
+
+
+def check_is_tree(tree: Any) -> None:
+  """Checks that a tree is not a single object other than an array or a number: a function, a layout, a plan.
+
+  Raises:
+    LayoutError: it is.
+  """
+  if not jax.tree_util.all_leaves([tree]) or isinstance(tree, numbers.Number):
+    return
+  if not (isinstance(getattr(tree, 'shape', None), tuple) and hasattr(tree, 'dtype')):
+    raise LayoutError(
+      f'A {type(tree).__name__} is no tree of arrays.\n'
+      'Fix: pass a state, or one without arrays, such as layout.abstract(model.init, key, x) or plan.abstract().'
+    )
 
 
 class _TreeShardings(NamedTuple):

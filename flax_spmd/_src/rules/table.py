@@ -43,8 +43,9 @@ from flax_spmd._src.rules.clauses import (
 from flax_spmd._src.rules.decisions import Axes, Names, Policies, Resolution, RuleId, rule_text
 from flax_spmd._src.rules.logical_axes import Resolver
 from flax_spmd._src.rules.toml_values import quoted
-from flax_spmd._src.text import without_addresses
+from flax_spmd._src.text import shown, without_addresses
 from flax_spmd.errors import (
+  LayoutError,
   MeshAxisError,
   Problem,
   RulesError,
@@ -311,11 +312,16 @@ class Rules(RuleTable):
     """The PartitionSpec of an array with these logical names; None for None.
 
     Raises:
-      LayoutError: a name occurs twice.
+      LayoutError: a name occurs twice, or the names are a bare string or another value that is no sequence.
       UnmatchedNameError, ConflictError: a policy is `error`.
     """
     if names is None:
       return None
+    if isinstance(names, (str, bytes)) or not isinstance(names, (Sequence, PartitionSpec)):
+      raise LayoutError(
+        f'The names of an array are {shown(repr(names))}.\n'
+        "Fix: write a tuple with a name or None for each dimension, such as ('batch', None)."
+      )
     resolution = self.resolve(names)
     raise_problems(resolution.problems)
     return resolution.spec

@@ -170,7 +170,16 @@ def _is_replacement(new: Any) -> bool:
 
 
 def _is_mapping(value: Any) -> bool:
-  return value is None or (isinstance(value, (Mapping, tuple)) and _is_strings(dict(value)))
+  return value is None or (_has_pairs(value) and _is_strings(dict(value)))
+
+
+def _has_pairs(value: Any) -> bool:
+  """Whether this is a mapping, or a tuple of pairs; two letters are none."""
+  if isinstance(value, Mapping):
+    return True
+  return isinstance(value, tuple) and all(
+    isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in value
+  )
 
 
 def _is_strings(values: Any) -> bool:
@@ -244,7 +253,7 @@ def _check_stack(stacked: str, single: Any) -> None:
 
 
 def _dtypes(dtypes: Any) -> Any:
-  if isinstance(dtypes, (Mapping, tuple)):
+  if _has_pairs(dtypes):
     casts = dict(dtypes)
     try:
       return tuple((jnp.dtype(a).name, jnp.dtype(b).name) for a, b in casts.items()) or 'keep'
@@ -253,7 +262,7 @@ def _dtypes(dtypes: Any) -> Any:
         f'dtypes={casts!r} contains an unknown dtype: {error}.\n'
         "Fix: write dtypes={'float32': 'bfloat16'}."
       ) from error
-  if dtypes not in ('keep', 'cast'):
+  if not isinstance(dtypes, str) or dtypes not in ('keep', 'cast'):
     raise CheckpointError(
       f"dtypes={dtypes!r} is neither 'keep', 'cast' nor a mapping of dtypes.\n"
       "Fix: write dtypes='cast'; for casts that lose digits, list them: dtypes={'float32': 'bfloat16'}."

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, NewType, Protocol
 
 from etils import epath
 
+from flax_spmd._src.text import shown
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 Tag = NewType('Tag', str)
@@ -134,7 +135,7 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
       none, or is empty, or begins with ~.
   """
   if not isinstance(path, (str, bytes, os.PathLike)):
-    raise CheckpointError(f'{path!r} is not a path.\n{_FIX}')
+    raise CheckpointError(f'{shown(repr(path))} is not a path.\n{_FIX}')
   text = os.fsdecode(path)
   if not text or '\0' in text:
     raise CheckpointError(f'The path {"contains a null character" if text else "is empty"}.\n{_FIX}')

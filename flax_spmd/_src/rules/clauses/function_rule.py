@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import flax.linen as nn
+from jax.sharding import Mesh
+
 from flax_spmd._src.rules.clauses.base import Clause, Leaf, OwningClause
 
 
@@ -21,8 +24,8 @@ class FunctionRule(OwningClause):
 
   @classmethod
   def parse(cls, written: Any) -> Self | None:
-    """A function of one argument, or another object that can be called; not a class, nor one that makes rules."""
-    if isinstance(written, (type, Clause)) or not callable(written) or _makes_rules(written):
+    """A function of one argument, or another object that can be called; not a class, a mesh or a module, nor one that makes rules."""
+    if isinstance(written, _NO_FUNCTIONS) or not callable(written) or _makes_rules(written):
       return None
     return cls(written) if _takes_one_argument(written) else None
 
@@ -41,6 +44,9 @@ class FunctionRule(OwningClause):
   def toml(self, indent: str) -> str:
     """Raises: a function has no text form."""
     raise ValueError('it is a function')
+
+
+_NO_FUNCTIONS = (type, Clause, Mesh, nn.Module)  # but callable
 
 
 def _makes_rules(function: Callable[..., Any]) -> bool:
