@@ -215,7 +215,7 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
       f'{_location()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
       f'shape {tuple(x.shape)}.\nFix: pass at most one name per dimension.'
     )
-  if not rules.pairs and not any(isinstance(name, str) for name in names):
+  if not rules.pairs and not any(isinstance(name, str | tuple) for name in names):
     return x  # with RAISE_ERROR, and nothing to raise
   target = mesh_for_constraints(mesh)
   if target is None:

@@ -89,8 +89,8 @@ def outcome(call):
 
 @pytest.fixture
 def in_groups(monkeypatch):
-  """Large states are read in groups, whose checksums are computed while the next one is read."""
-  monkeypatch.setattr(verification, '_LEAST', 20000)  # bytes
+  """Large checkpoints are verified in groups."""
+  monkeypatch.setattr(verification, 'GROUP_BYTES', 20000)
 
 
 @pytest.mark.parametrize(('options', 'kind'), PAIRS)
@@ -147,10 +147,8 @@ def test_groups_are_read_once(wholes, monkeypatch, options):
     return load(folder, target, **options)
 
   monkeypatch.setattr(ocp, 'load', logged)
-  restored = checkpoint.restore(wholes(options))
+  assert checkpoint.verify(wholes(options)) == []
   assert len(loaded) > 2 and sum(loaded) == sum(np.size(leaf) for leaf in jax.tree.leaves(VALUES)) - 1
-  for name, value in _by_path(VALUES).items():
-    assert_equal(_by_path(restored)[name], value)
 
 
 def test_what_cannot_be_salvaged_says_why(whole, tmp_path):

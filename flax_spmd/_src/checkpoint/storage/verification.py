@@ -19,14 +19,12 @@ from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
-from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
 from flax_spmd._src.data.checksums import PendingChecksums, own_checksums
 from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange, processes_of
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
-_PARTS, _LEAST = 4, 64 << 20  # parts of a restore, and the bytes of the smallest
 _SHOWN = 30
 _NO_CHECKSUM = 'its checksum is missing'
 
@@ -103,11 +101,6 @@ class _LeafCheck:
   def _pending(self, paths: Sequence[str], topic: str | None) -> PendingChecksums:
     likes = [self._recorded[path] for path in paths]
     return PendingChecksums([self._leaves[path] for path in paths], topic, likes)
-
-  def compute(self) -> None:
-    """Does the work of this process, in any thread, while others are read."""
-    self._of_here.compute()
-    self._of_shared.compute()
 
   def result(self) -> tuple[dict[str, Any], dict[str, str]]:
     """The leaves that are as recorded, and the reason for each other one. Every process calls this."""
@@ -204,27 +197,11 @@ def _whole_and_damage(
 def _read_and_compared(
   reader: CheckpointReader, requests: Mapping[str, Any], memory: int | None, verify: bool
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-  """The leaves that are as recorded; the reasons for those that cannot be read, and for those that differ.
-
-  Checksums are computed while further leaves are read: Orbax reads with one processor.
-  """
-  some: Iterable[Mapping[str, Any]] = [requests]
-  if verify and isinstance(reader, OrbaxReader) and reader.has_own_record:
-    records = {path: reader.record.leaves[path] for path in requests}
-    size = sum(leaf.bytes for leaf in records.values())
-    some, memory = groups(records, max(_LEAST, size // _PARTS)), memory or in_flight(size)
-  checks: list[_LeafCheck] = []
-  lost: dict[str, str] = {}
-  with ThreadPoolExecutor(1) as thread:
-    for group in some:
-      leaves, failed = _read_what_can_be(reader, {path: requests[path] for path in group}, memory)
-      _check_width(reader, leaves)
-      lost |= failed
-      checks.append(_LeafCheck(reader, requests, leaves, verify))
-      thread.submit(checks[-1].compute)
-  results = [each.result() for each in checks]
-  whole = {path: leaf for leaves, _ in results for path, leaf in leaves.items()}
-  return whole, lost, {path: text for _, wrong in results for path, text in wrong.items()}
+  """The leaves that are as recorded; the reasons for those that cannot be read, and for those that differ."""
+  leaves, lost = _read_what_can_be(reader, requests, memory)
+  _check_width(reader, leaves)
+  whole, wrong = _LeafCheck(reader, requests, leaves, verify).result()
+  return whole, lost, wrong
 
 
 def _of_misfits(
