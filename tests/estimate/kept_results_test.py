@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import flax_spmd as spmd
@@ -184,3 +185,41 @@ def test_the_operands_of_frozen_weights_are_freed():
     return outcome.memory.temporaries / (ROWS * 4 * WIDTH * 4 / 8)
 
   assert temporaries(4) - temporaries(3) < 1.5  # the argument of silu, and the sum; not its result
+
+
+def one_hot(logits, ids):
+  return optax.softmax_cross_entropy(logits, jax.nn.one_hot(ids, logits.shape[-1])).mean()
+
+
+def picked(logits, ids):
+  return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], -1).mean()
+
+
+@pytest.mark.parametrize(
+  ('loss', 'rows', 'words', 'compiled'),
+  [
+    (one_hot, 16384, 4096, 68),
+    (one_hot, 8192, 16384, 130),
+    (picked, 16384, 4096, 100),
+    (picked, 8192, 12288, 146),
+    (picked, 8192, 13312, 106),
+  ],
+)
+def test_kernels_that_read_rows_of_logits_several_times_do_not_write_over_them(
+  loss, rows, words, compiled
+):
+  """The logits less their maximum are beside the logits; up to 48 KiB a row, their gradient is beside both of its operands."""
+
+  def step(weights, batch):
+    def mean(weights):
+      x, ids = batch
+      return loss(jnp.tanh(x @ weights[0]) @ weights[1], ids)
+
+    value, gradients = jax.value_and_grad(mean)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+  create = lambda: [jnp.ones((256, 512)), jnp.ones((512, words))]
+  batch = jax.ShapeDtypeStruct((rows, 256), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+  estimator = Estimator(TrainStep(step, create, batch))
+  memory = estimator.estimate(LAYOUT, parse_target('h100:8'), partition=False).memory
+  assert memory.temporaries / 2**20 == pytest.approx(compiled, rel=0.01)

@@ -78,6 +78,9 @@ _HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
 # Kernels of an operation whose result is stored: norms, sums and copies take several in XLA's programs.
 _KERNELS = 1.3
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
+_ROW_BYTES = (
+  48 * 2**10
+)  # of logits: the gradient of longer rows is computed by a kernel that reads each element once
 
 
 class WalkResult(NamedTuple):
@@ -458,7 +461,8 @@ class _CostWalk:
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
     The result of an asynchronous collective is not written to. A result that is fused with a pad takes no operand's
-    place, since it is larger.
+    place, since it is larger; nor do logits less their maximum, and what is computed from these: kernels that read each
+    row several times.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':
@@ -466,7 +470,13 @@ class _CostWalk:
         sizes = [alive.get(value, 0.0) for value in reads]
         self.reduced |= {value for value, size in zip(reads, sizes) if size and sizes.count(size) > 1}
       return 0.0
-    written = [value for value in live.written[index] if value not in live.padded]
+    if any(self._row_bytes(value) <= _ROW_BYTES for value in live.ending[index]):
+      return 0.0
+    written = [
+      value
+      for value in live.written[index]
+      if value not in live.padded and math.isinf(self._row_bytes(value))
+    ]
     results = [(self.values[value].dtype, alive[value]) for value in written]
     ends = [
       (self.values[value].dtype, alive.get(value))
@@ -476,6 +486,13 @@ class _CostWalk:
     if results and not self.loop:
       ends += [(self.values[value].dtype, size) for value, size in self.copies.ending(index)]
     return sum(size for dtype, size in results if (dtype, size) in ends)
+
+  def _row_bytes(self, value: int) -> float:
+    """The bytes of each row of logits less their maximum that one kernel computes; infinite for other values."""
+    dim, _ = self.kept.rows.get(value, (None, None))
+    if dim is None or self.specs[value][dim]:
+      return math.inf
+    return self.values[value].shape[dim] * self.values[value].itemsize
 
   def _is_view(self, op: Op, block: Block) -> bool:
     """Whether an operation only changes the shape of an argument of its block, and of its shards."""
