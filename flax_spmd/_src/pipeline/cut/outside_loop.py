@@ -46,7 +46,6 @@ class JoinedStep(NamedTuple):
   equations: list[Equation]
   indices: list[Constant]
   start: dict[Accumulator, Value]
-
   kept: dict[Value, Value]
   stacks: dict[Value, Value]
   results: list[Value]
