@@ -461,8 +461,8 @@ class _CostWalk:
 
     An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
     The result of an asynchronous collective is not written to. A result that is fused with a pad takes no operand's
-    place, since it is larger; nor do logits less their maximum, and what is computed from these: kernels that read each
-    row several times.
+    place, since it is larger. Neither do logits less their maximum, nor results that are computed from them: their kernels
+    read each row several times.
     """
     if op.kind in WRITES:
       if op.kind == 'reduce' and self.platform == 'cuda':
