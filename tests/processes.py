@@ -90,7 +90,7 @@ def run_processes(
     One result per process, in order.
 
   Raises:
-    AssertionError: with `check`, if a process failed; the message holds the output of all processes.
+    AssertionError: with `check`, if a process failed; the message holds all output, that of those that failed first.
   """
   how = {
     'port': _free_port(),
@@ -104,7 +104,8 @@ def run_processes(
   results = _run(source, os.environ | {'XLA_FLAGS': f'{devices_flag} {flags}'}, how)
   failed = [result.process for result in results if result.returncode]
   if check and failed:
-    raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, results)))
+    first = sorted(results, key=lambda result: result.returncode == 0)  # some reports of tests cut long messages
+    raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, first)))
   return results
 
 
