@@ -23,6 +23,7 @@ import jax
 from jax.sharding import Mesh
 
 from flax_spmd._src.compat import coordination_service
+from flax_spmd._src.periodic_calls import start_periodic_calls
 from flax_spmd._src.source_lines import line_text, user_frame
 
 _ASKED, _ANSWERS = 'flax_spmd/asked', 'flax_spmd/whereabouts'
@@ -47,6 +48,7 @@ class Whereabouts(NamedTuple):
 _begun = 0  # programs; changed by the main thread only
 _starting = threading.Lock()
 _answering: threading.Thread | None = None
+_answered: str | None = None  # the last question
 _questions = itertools.count()
 
 
@@ -95,8 +97,6 @@ class Question:
   def answers(self, processes: list[int]) -> dict[int, Whereabouts]:
     """The latest whereabouts of processes that have answered since the first question."""
     me = jax.process_index()
-    if coordination_service() is None:
-      return {}
     if time.monotonic() - self._asked >= _ASK_AGAIN:
       self._asked = time.monotonic()
       publish(_ASKED, f'{me}/{next(_questions)}')
@@ -115,20 +115,16 @@ def start_answering(calls: Mapping[str, int]) -> None:
   global _answering
   with _starting:
     if _answering is None:
-      _answering = threading.Thread(
-        target=_answer, args=(calls,), name='flax_spmd whereabouts', daemon=True
+      _answering = start_periodic_calls(
+        functools.partial(_answer, calls), _EVERY, 'flax_spmd whereabouts', threading.Event()
       )
-      _answering.start()
 
 
 def _answer(calls: Mapping[str, int]) -> None:
-  seen = None
-  while True:
-    time.sleep(_EVERY)
-    asked = None if coordination_service() is None else stored(_ASKED)
-    if asked in (None, seen):
-      continue
-    seen = asked
+  global _answered
+  asked = stored(_ASKED)
+  if asked not in (None, _answered):
+    _answered = asked
     publish(f'{_ANSWERS}/{jax.process_index()}', json.dumps(Whereabouts(_begun, dict(calls), _line())))
 
 
@@ -145,7 +141,7 @@ def _line() -> str:
 def values_by_process(folder: str) -> dict[int, str]:
   """The values below a key, by the process that their own keys end in. It is one request for any number of processes."""
   try:
-    found = coordination_service().key_value_dir_get(folder)
+    found = service.key_value_dir_get(folder) if (service := coordination_service()) else []
   except jax.errors.JaxRuntimeError:
     return {}
   return {int(key.rpartition('/')[2]): text for key, text in found}
@@ -154,7 +150,7 @@ def values_by_process(folder: str) -> dict[int, str]:
 def stored(key: str) -> str | None:
   """The value that a process has published, or None."""
   try:
-    return coordination_service().key_value_try_get(key)
+    return service.key_value_try_get(key) if (service := coordination_service()) else None
   except jax.errors.JaxRuntimeError:
     return None
 
@@ -162,10 +158,12 @@ def stored(key: str) -> str | None:
 def publish(key: str, text: str, *, replaces: bool = True) -> None:
   """Publishes a value to the other processes, if they can be reached; not if there is one that it does not replace."""
   with contextlib.suppress(jax.errors.JaxRuntimeError):
-    coordination_service().key_value_set(key, text, allow_overwrite=replaces)
+    if service := coordination_service():  # None in a single process, and once JAX has shut down
+      service.key_value_set(key, text, allow_overwrite=replaces)
 
 
 def forget(key: str) -> None:
   """Removes the values at and below a key, if the service can be reached."""
   with contextlib.suppress(jax.errors.JaxRuntimeError):
-    coordination_service().key_value_delete(key)
+    if service := coordination_service():
+      service.key_value_delete(key)

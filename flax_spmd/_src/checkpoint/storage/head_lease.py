@@ -27,6 +27,7 @@ from flax_spmd._src.checkpoint.storage.liveness import (
 )
 from flax_spmd._src.checkpoint.storage.process_identity import ProcessIdentity, this_process
 from flax_spmd._src.checkpoint.storage.store import Store, Tag
+from flax_spmd._src.periodic_calls import start_periodic_calls
 from flax_spmd.errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError
 
 
@@ -103,7 +104,7 @@ class HeadLease:
     try:
       if not self.put(self.head, durable):
         raise busy(path)
-      threading.Thread(target=self._renew, name=f'flax_spmd lease {path.name}', daemon=True).start()
+      start_periodic_calls(self._renew, BEAT, f'flax_spmd lease {path.name}', self._stopped)
     except BaseException:  # the put may have been applied, or be applied later
       with contextlib.suppress(OSError, CheckpointError):
         self.release()
@@ -179,11 +180,10 @@ class HeadLease:
         self.head._replace(lease=lease._replace(beat=lease.beat + 1))
       )
 
-  def _renew(self) -> None:
-    while not self._stopped.wait(BEAT):
-      with self._writing, contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
-        if self._stopped.is_set() or not self.renew():
-          return
+  def _renew(self) -> bool:
+    with self._writing, contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
+      return not self._stopped.is_set() and self.renew()
+    return True
 
   def end(self) -> None:
     """Stops renewing the lease. The head keeps it until it is replaced."""

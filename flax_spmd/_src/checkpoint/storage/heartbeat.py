@@ -16,6 +16,7 @@ import jax
 
 from flax_spmd._src.compat import coordination_service
 from flax_spmd._src.joint_call import Failure, JointCall
+from flax_spmd._src.periodic_calls import start_periodic_calls
 from flax_spmd._src.whereabouts import values_by_process
 
 _EVERY = 0.5  # seconds
@@ -42,9 +43,11 @@ class Heartbeat:
     self._answered = time.monotonic()  # when the service last answered; a host without power never does
     self._looked = self._answered
     self._stopped = threading.Event()
-    self._beating = threading.Thread(target=self._run, name='flax_spmd heartbeat', daemon=True)
+    self._beats = itertools.count()
     if jax.process_count() > 1:
-      self._beating.start()
+      self._beating = start_periodic_calls(
+        self._beat, _EVERY, 'flax_spmd heartbeat', self._stopped, at_once=True
+      )
 
   def gone(self) -> list[int]:
     """The processes whose last heartbeat is more than `SILENCE` seconds old; none in a job of one process.
@@ -77,18 +80,12 @@ class Heartbeat:
     self._beating.join()
     self.call.leave()
 
-  def _run(self) -> None:
-    for beat in itertools.count():
-      with contextlib.suppress(jax.errors.JaxRuntimeError):  # the next one may succeed
-        self._beat(str(beat))
-      if self._stopped.wait(_EVERY):
-        return
-
-  def _beat(self, text: str) -> None:
-    folder, me = f'{self.call.folder}/heartbeat', jax.process_index()
-    coordination_service().key_value_set(f'{folder}/{me}', text, allow_overwrite=True)
-    for process, received in values_by_process(folder).items():
-      if process != me and received != self._received.get(process, ('', 0))[0]:
-        self._received[process] = (received, time.monotonic())
-    self.failure = self.call.failure()
-    self._answered = time.monotonic()
+  def _beat(self) -> None:
+    folder, me, text = f'{self.call.folder}/heartbeat', jax.process_index(), str(next(self._beats))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the next beat may succeed
+      coordination_service().key_value_set(f'{folder}/{me}', text, allow_overwrite=True)
+      for process, received in values_by_process(folder).items():
+        if process != me and received != self._received.get(process, ('', 0))[0]:
+          self._received[process] = (received, time.monotonic())
+      self.failure = self.call.failure()
+      self._answered = time.monotonic()

@@ -7,6 +7,7 @@ read-only store there are no pins; see `source.read_whole`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 
@@ -18,6 +19,7 @@ from flax_spmd._src.checkpoint.storage.process_identity import (
   this_process,
 )
 from flax_spmd._src.checkpoint.storage.store import Store
+from flax_spmd._src.periodic_calls import start_periodic_calls
 from flax_spmd.errors import CheckpointError
 
 PIN = 'pin-'
@@ -42,13 +44,14 @@ class Pin:
     self._store, self._token = store, new_token()
     self._name = f'{name}/{PIN}{self._token}-{generation}'
     self._stopped, self._writing = threading.Event(), threading.Lock()
+    self._beats = itertools.count(1)
     self.is_written = False
     with contextlib.suppress(OSError, CheckpointError):  # read-only
       self._tag = store.write(self._name, self._content(0), expected=None, durable=False)
       self.is_written = self._tag is not None
     if self.is_written:
       try:
-        threading.Thread(target=self._renew, name='flax_spmd pin', daemon=True).start()
+        start_periodic_calls(self._renew, BEAT, 'flax_spmd pin', self._stopped)
       except BaseException:
         self.close()
         raise
@@ -56,16 +59,12 @@ class Pin:
   def _content(self, beat: int) -> bytes:
     return json.dumps({'holder': this_process(), 'beat': beat}).encode()
 
-  def _renew(self) -> None:
-    beat = 0
-    while not self._stopped.wait(BEAT):
-      beat += 1
-      with self._writing, contextlib.suppress(OSError, CheckpointError):
-        if self._stopped.is_set():
-          return
-        self._tag = self._store.write(self._name, self._content(beat), expected=self._tag, durable=False)
-        if self._tag is None:  # a save took this reader for dead; `read_whole` notices
-          return
+  def _renew(self) -> bool:
+    content = self._content(next(self._beats))
+    with self._writing, contextlib.suppress(OSError, CheckpointError):
+      if not self._stopped.is_set():
+        self._tag = self._store.write(self._name, content, expected=self._tag, durable=False)
+    return self._tag is not None  # else a save took this reader for dead; `read_whole` notices
 
   def close(self) -> None:
     """Removes the pin."""
