@@ -1350,8 +1350,11 @@ def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
   others = {primitive for primitive in needing if primitive.name not in _callbacks}
   needing -= others
   dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+  # XLA for GPUs replaces the products of ragged groups by these, before it propagates shardings
+  ragged = jax_config.jax_ragged_dot_use_ragged_dot_instruction(platform == 'tpu')
   try:
-    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    with ragged:
+      return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
   finally:
     needing |= others
     dispatch.jaxpr_has_prim_requiring_devices.cache_clear()

@@ -450,3 +450,56 @@ def test_a_scatter_that_is_sharded_along_its_positions_is_in_doubt(no_partitione
     assert any('sharded along its positions' in doubt for doubt in found.doubts) == is_in_doubt, (
       found.doubts
     )
+
+
+def scanned(function):
+  """A step that scans a product of the batch."""
+
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((EMBED, EMBED)), ('embed', 'mlp'))}
+
+  def step(state, x):
+    product = (x @ state['w'].unbox()).reshape(BATCH, 4, EMBED // 4)
+    return state, jnp.sum(function(product) ** 2)
+
+  return TrainStep(step, create, X)
+
+
+@pytest.mark.parametrize('dim', [1, 2])
+def test_a_cumulative_sum_along_a_replicated_dimension_stays_on_its_device(dim):
+  outcome = Estimator(scanned(lambda x: jnp.cumsum(x, dim))).estimate(DATA, TARGET, partition=False)
+  assert [(one.kind, one.bytes) for one in outcome.counts.collectives] == [('all-reduce', 4)]
+  assert outcome.doubts == ()
+
+
+def test_shards_of_a_cumulative_sum_exchange_their_totals():
+  """Older versions of JAX lower it to a window over the whole dimension, which is gathered."""
+  outcome = Estimator(scanned(lambda x: jnp.cumsum(x, 0))).estimate(DATA, TARGET, partition=False)
+  [gathered] = [one for one in outcome.counts.collectives if one.kind == 'all-gather']
+  totals, shard = 4 * EMBED, 4 * BATCH * EMBED / 8
+  assert gathered.bytes == (totals if jax.__version_info__ >= (0, 12) else shard)
+
+
+def ragged():
+  """A product of groups of rows, four weights."""
+
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((4, EMBED, MLP)), (None, 'embed', 'mlp'))}
+
+  def step(state, x):
+    sizes = jnp.full(4, BATCH // 4, jnp.int32)
+    return state, jnp.sum(jax.lax.ragged_dot(x, state['w'].unbox(), sizes) ** 2)
+
+  return TrainStep(step, create, X)
+
+
+def test_products_of_ragged_groups_are_computed_for_all_groups_on_gpus():
+  counts = Estimator(ragged()).estimate(DATA, TARGET, partition=False).counts
+  assert counts.flops == pytest.approx(4 * 2 * BATCH * EMBED * MLP / 8)
+
+
+def test_an_operation_whose_costs_are_unknown_leaves_an_estimate_in_doubt():
+  estimator = Estimator(ragged(), platform='tpu')
+  outcome = estimator.estimate(DATA, parse_target('v5e:2x4'), partition=False)
+  assert any(one.endswith('the costs of the operation ragged_dot are unknown') for one in outcome.doubts)
+  assert dict(outcome.counts.opaque) == {'ragged_dot': 1}

@@ -120,13 +120,14 @@ def test_memory_is_in_doubt_where_the_walk_gathers_other_arrays(monkeypatch, sha
   quick = estimator.estimate(layout, 'h100:8', partition=False)
   more = share * quick.memory.peak
   gathered = Collective('all-gather', ('a',), 8, more / 8, 1, 7 * more / 8, 'f32', '', '')
-  changed = Counts(1.0, 2.0, (*quick.counts.collectives, gathered), (), ())
+  flops = 0.95 * quick.counts.flops
+  changed = Counts(flops, 2.0, (*quick.counts.collectives, gathered), (), ())
   monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
   monkeypatch.setattr(estimator_module, 'partitioned_counts', lambda code, sizes: changed)
   outcome = estimator.estimate(layout, 'h100:8')
   assert outcome.source == 'partitioned' and outcome.memory == quick.memory
-  known = scaled(quick.counts, flops=1.0 / quick.counts.flops)
-  assert outcome.counts == known._replace(flops=1.0, collectives=changed.collectives)
+  known = scaled(quick.counts, flops=flops / quick.counts.flops)
+  assert outcome.counts == known._replace(flops=flops, collectives=changed.collectives)
   text = f'memory: gathered arrays of {size_text(more)} are others than the estimate has'
   assert outcome.doubts == ((text,) if is_in_doubt else ())
 
@@ -146,6 +147,21 @@ def test_memory_is_in_doubt_where_sums_are_scattered_otherwise(monkeypatch, shar
   monkeypatch.setattr(estimator_module, 'partitioned_counts', lambda code, sizes: changed)
   outcome = estimator.estimate(layout, 'h100:8')
   text = f'memory: sums of {size_text(less)} are scattered otherwise than the estimate has'
+  assert outcome.doubts == ((text,) if is_in_doubt else ())
+
+
+@pytest.mark.parametrize(('factor', 'is_in_doubt'), [(1.05, False), (1.2, True), (0.8, True)])
+def test_memory_is_in_doubt_where_the_flops_are_others(monkeypatch, factor, is_in_doubt):
+  """Each device then computes other shards, of which the estimate of the memory knows nothing."""
+  layout = spmd.Layout(spmd.abstract_mesh({'a': 8}), (('batch', 'a'),))
+  estimator = Estimator(transformer())
+  quick = estimator.estimate(layout, 'h100:8', partition=False)
+  flops = factor * quick.counts.flops
+  changed = quick.counts._replace(flops=flops)
+  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
+  monkeypatch.setattr(estimator_module, 'partitioned_counts', lambda code, sizes: changed)
+  outcome = estimator.estimate(layout, 'h100:8')
+  text = f'memory: of {flops:.3g} FLOPs the estimate has {quick.counts.flops:.3g}, with other shards of activations'
   assert outcome.doubts == ((text,) if is_in_doubt else ())
 
 

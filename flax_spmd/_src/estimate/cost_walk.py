@@ -50,7 +50,7 @@ from flax_spmd._src.estimate.loops import (
   loop_sums,
   origins,
 )
-from flax_spmd._src.estimate.operations import is_elementwise, requirement
+from flax_spmd._src.estimate.operations import is_elementwise, is_unknown, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
 from flax_spmd._src.estimate.partitioned_operations import Partition, PartitionedOperations, adopted
 from flax_spmd._src.estimate.requirements import Context, Requirement, collectives, result_collectives
@@ -603,9 +603,10 @@ class _CostWalk:
     self.gathered_bytes += required.split
     self.work.hbm_bytes += 2 * times * required.split
     self.flops = required.flops
-    if name := unknown_kernel(op):
+    if name := op.kind if is_unknown(op) else unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
-      self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
+      what = 'operation' if is_unknown(op) else 'kernel'
+      self.doubts.add(op.source, f'the costs of the {what} {name} are unknown', UNBOUNDED)
     if op.kind in PRODUCTS:
       self.weight_gradients.add_product(self.combiner.dependences(op.operands))
     self._doubt_memory(op)

@@ -11,11 +11,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.gather_scatter import gather, scatter
-from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.graph import (
+  Axes,
+  Op,
+  Spec,
+  replicated,
+  shard_count,
+  shard_size,
+  used_axes,
+)
 from flax_spmd._src.estimate.halos import reverse, windowed
 from flax_spmd._src.estimate.kernels import custom_call
 from flax_spmd._src.estimate.matmuls import convolution, dot
 from flax_spmd._src.estimate.requirements import Context, Requirement
+from flax_spmd._src.estimate.resharding import CollectiveOp
 
 
 def requirement(op: Op, context: Context) -> Requirement:
@@ -31,7 +40,12 @@ def is_elementwise(op: Op) -> bool:
     >>> is_elementwise(Op('add', (0, 1), (2,), {})), is_elementwise(Op('transpose', (0,), (1,), {}))
     (True, False)
   """
-  return op.kind not in _RULES and op.kind != 'custom_call'
+  return op.kind in _ELEMENTWISE
+
+
+def is_unknown(op: Op) -> bool:
+  """Whether nothing is known of the costs of an operation, such as one that a later version of StableHLO has."""
+  return op.kind not in _ELEMENTWISE | _FREE and op.kind not in _RULES
 
 
 def _elementwise(op: Op, context: Context) -> Requirement:
@@ -198,6 +212,18 @@ def _sort(op: Op, context: Context) -> Requirement:
   return Requirement((spec,) * len(context.values), spec, doubt=doubt)
 
 
+def _scan(op: Op, context: Context) -> Requirement:
+  """Sums of the elements so far, and the like. Along a sharded dimension, devices exchange the sums of their shards."""
+  dim, spec = op.attributes['dimension'], context.result_spec
+  scanned = [value.shape == context.result.shape for value in context.values]
+  totals = shard_size(context.result.shape, spec, context.sizes) / -(
+    -context.result.shape[dim] // shard_count(spec[dim], context.sizes)
+  )
+  exchange = CollectiveOp('all-gather', spec[dim], totals * context.result.itemsize)
+  operands = tuple(spec if each else None for each in scanned)
+  return Requirement(operands, spec, halos=(exchange,) if spec[dim] else (), is_settled=True)
+
+
 def _top_k(op: Op, context: Context) -> Requirement:
   """The largest elements of the last dimension. Not every compiler shards the other dimensions."""
   is_partitioned = op.attributes.get('is_partitioned')
@@ -215,6 +241,73 @@ def _replicate_matrix(op: Op, context: Context) -> Requirement:
   return Requirement(operands, operands[0] if same_rank else context.result_spec)
 
 
+_ELEMENTWISE = frozenset(
+  [
+    'abs',
+    'add',
+    'and',
+    'atan2',
+    'bitcast_convert',
+    'cbrt',
+    'ceil',
+    'clamp',
+    'compare',
+    'complex',
+    'convert',
+    'copy',
+    'cosine',
+    'count_leading_zeros',
+    'divide',
+    'exponential',
+    'exponential_minus_one',
+    'floor',
+    'imag',
+    'is_finite',
+    'log',
+    'log_plus_one',
+    'logistic',
+    'map',
+    'maximum',
+    'minimum',
+    'multiply',
+    'negate',
+    'not',
+    'or',
+    'popcnt',
+    'power',
+    'real',
+    'reduce_precision',
+    'remainder',
+    'round_nearest_afz',
+    'round_nearest_even',
+    'rsqrt',
+    'select',
+    'shift_left',
+    'shift_right_arithmetic',
+    'shift_right_logical',
+    'sign',
+    'sine',
+    'sqrt',
+    'subtract',
+    'tan',
+    'tanh',
+    'xor',
+  ]
+)
+# Each device has the result, or computes its part of it, without its neighbours.
+_FREE = frozenset(
+  [
+    'constant',
+    'create_token',
+    'iota',
+    'optimization_barrier',
+    'partition_id',
+    'replica_id',
+    'reshard',
+    'select_and_scatter',
+    'sharding_constraint',
+  ]
+)
 _RULES: dict[str, Callable[[Op, Context], Requirement]] = {
   'transpose': _transpose,
   'broadcast_in_dim': _broadcast,
@@ -228,6 +321,7 @@ _RULES: dict[str, Callable[[Op, Context], Requirement]] = {
   'dynamic_update_slice': _update,
   'reduce': _reduce,
   'sort': _sort,
+  'scan': _scan,
   'top_k': _top_k,
   'dot_general': dot,
   'convolution': convolution,

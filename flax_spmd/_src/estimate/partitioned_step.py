@@ -16,7 +16,7 @@ from flax_spmd._src.hlo.counts import Collective, Counts, count_module, scaled
 from flax_spmd._src.hlo.parser import HloModule, parse
 from flax_spmd._src.text import size_text
 
-# Largest differences in bytes, relative to the memory, of a walk that has the compiler's arrays. Few sums are live at once.
+# Largest differences in FLOPs, and in bytes relative to the memory, of a walk that has the compiler's arrays. Few sums are live at once.
 _ALIKE, _ALIKE_SUMS = 0.08, 0.2
 
 
@@ -61,7 +61,14 @@ def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
   flops = max(counts.flops, costs.counts.flops) if counts.opaque else counts.flops  # of kernels, too
   known = scaled(costs.counts, flops=flops / costs.counts.flops if costs.counts.flops else 1.0)
   known = known._replace(flops=flops, collectives=counts.collectives)
-  doubts, ours, theirs = costs.about_memory, _gathered(costs.counts), _gathered(counts)
+  doubts = costs.about_memory
+  apart = abs(flops - costs.counts.flops)
+  if apart > _ALIKE * flops:
+    doubts = (
+      *doubts,
+      f'memory: of {flops:.3g} FLOPs the estimate has {costs.counts.flops:.3g}, with other shards of activations',
+    )
+  ours, theirs = _gathered(costs.counts), _gathered(counts)
   apart = sum(abs(ours.get(axes, 0.0) - theirs.get(axes, 0.0)) for axes in ours | theirs)
   if apart > _ALIKE * costs.memory:
     doubts = (*doubts, f'memory: gathered arrays of {size_text(apart)} are others than the estimate has')

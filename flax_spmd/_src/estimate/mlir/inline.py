@@ -215,6 +215,29 @@ def replace_chlo(module: Any) -> None:
       op.erase()
 
 
+def add_scan_rules(module: Any) -> None:
+  """Gives scans along a dimension, which Shardy of the package does not know, their rules: all dimensions are sharded alike."""
+  for op in _all_ops(module):
+    if op.name == 'chlo.scan':
+      rank, dim = len(_shape(op.results[0])), ir.IntegerAttr(op.attributes['dimension']).value
+      whole, carry = (
+        f'[{", ".join(_factor(number) for number in range(rank) if number != without)}]'
+        for without in (rank, dim)
+      )
+      arrays, results = (
+        ', '.join(whole if len(_shape(value)) == rank else carry for value in values)
+        for values in (op.operands, op.results)
+      )
+      sizes = ', '.join(f'{_factor(one)}={size}' for one, size in enumerate(_shape(op.results[0])))
+      text = f'#sdy.op_sharding_rule<({arrays})->({results}) {{{sizes}}}>'
+      op.attributes['sdy.sharding_rule'] = ir.Attribute.parse(text)
+
+
+def _factor(number: int) -> str:
+  """Shardy's name of a factor: i to z, then z_1 and so on."""
+  return chr(ord('i') + number) if number < 18 else f'z_{number - 17}'
+
+
 def _is_elementwise(op: Any) -> bool:
   return all(_shape(value) == _shape(op.results[0]) for value in op.operands)
 

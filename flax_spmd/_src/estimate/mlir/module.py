@@ -20,6 +20,7 @@ from jaxlib.mlir import ir, passmanager
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.mlir.inline import (
+  add_scan_rules,
   drop_copies,
   drop_selects,
   drop_uniform,
@@ -88,6 +89,7 @@ class PreparedModule:
       drop_copies(self._module.operation)
       merge_equal(self._module.operation)
       replace_chlo(self._module.operation)
+      add_scan_rules(self._module.operation)
       drop_uniform(self._module.operation)
       drop_selects(self._module.operation)
       scatter_into_sums(self._module.operation)
