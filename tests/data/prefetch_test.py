@@ -467,3 +467,21 @@ def test_a_program_with_an_open_generator_exits(source, progress):
   """)
   assert (done.returncode, done.stderr) == (0, '')
   assert done.stdout.startswith('1\n') and ('batches' in done.stdout) == bool(progress)
+
+
+def test_a_program_exits_while_other_threads_are_inside_of_generators():
+  """A loop in a daemon thread, and an outer `prefetch`, whose thread reads from the inner one."""
+  done = run("""
+    import itertools, threading, time
+    import jax
+    from flax_spmd import prefetch
+    def place(batch):
+      time.sleep(0.01)
+      return jax.device_put(1)
+    in_thread = prefetch(itertools.count(), place)
+    threading.Thread(target=list, args=(map(lambda batch: None, in_thread),), daemon=True).start()
+    inner = prefetch(itertools.count(), place)
+    outer = prefetch(inner, lambda batch: batch)
+    print(next(outer))
+  """)
+  assert (done.returncode, done.stdout, done.stderr) == (0, '1\n', '')

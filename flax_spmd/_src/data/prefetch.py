@@ -12,11 +12,13 @@ At most `size` batches are on the devices at any time, besides the one in use.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import inspect
 import operator
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -176,6 +178,7 @@ def _ahead(
     target=context.run, args=(worker.run,), name='flax_spmd.prefetch', daemon=True
   )
   thread.start()
+  _running[thread] = worker
   try:
     with bar as advance:
       for placed in worker.results():
@@ -186,19 +189,30 @@ def _ahead(
     worker.stop()
     # A source that blocks forever must not keep the program from exiting.
     exiting = not threading.main_thread().is_alive()
-    thread.join(1.0 if exiting else None)
+    thread.join(_PATIENCE if exiting else None)
     if not exiting:
       worker.source.end()
 
 
+_PATIENCE = 1.0  # seconds for a source, at the end of the program
 _open: weakref.WeakSet[PrefetchedBatches[Any]] = weakref.WeakSet()
+_running: weakref.WeakKeyDictionary[threading.Thread, _Worker] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _close_all() -> None:
-  """Closes the generators that a program left open, before JAX and the interpreter shut down."""
+  """Closes the generators that a program left open, before JAX and the interpreter shut down.
+
+  Another thread, such as that of an outer `prefetch`, may be inside of a generator. It comes to its end there.
+  """
+  running, deadline = dict(_running), time.monotonic() + _PATIENCE
+  for worker in running.values():
+    worker.stop()
   for ready in list(_open):
-    ready.close()
+    with contextlib.suppress(ValueError):  # it is already executing
+      ready.close()
+  for thread in running:
+    thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _QueueItem(NamedTuple):
