@@ -104,10 +104,9 @@ def run_processes(
   results = _run(source, os.environ | {'XLA_FLAGS': f'{devices_flag} {flags}'}, how)
   failed = [result.process for result in results if result.returncode]
   if check and failed:
-    first = sorted(
-      results, key=lambda result: result.returncode == 0
-    )  # some reports of tests cut long messages
-    raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, first)))
+    # Some reports of tests cut long messages.
+    failed_first = sorted(results, key=lambda result: result.returncode == 0)
+    raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, failed_first)))
   return results
 
 

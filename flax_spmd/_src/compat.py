@@ -1325,7 +1325,9 @@ def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
   def rule(ctx: Any, *values: Any, **params: Any) -> Any:
     return _placeholder(ctx, values, mesh, str(next(numbers)), params)
 
-  return _lowered_by(rule, traced, platform)
+  # XLA for GPUs replaces products of ragged groups by dense ones before it propagates shardings.
+  with jax_config.jax_ragged_dot_use_ragged_dot_instruction(platform == 'tpu'):
+    return _lowered_by(rule, traced, platform)
 
 
 _PLACEHOLDER = 'CustomSPMDPartitioning'
@@ -1350,11 +1352,8 @@ def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
   others = {primitive for primitive in needing if primitive.name not in _callbacks}
   needing -= others
   dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
-  # XLA for GPUs replaces the products of ragged groups by these, before it propagates shardings
-  ragged = jax_config.jax_ragged_dot_use_ragged_dot_instruction(platform == 'tpu')
   try:
-    with ragged:
-      return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
   finally:
     needing |= others
     dispatch.jaxpr_has_prim_requiring_devices.cache_clear()

@@ -603,9 +603,9 @@ class _CostWalk:
     self.gathered_bytes += required.split
     self.work.hbm_bytes += 2 * times * required.split
     self.flops = required.flops
-    if name := op.kind if is_unknown(op) else unknown_kernel(op):
+    what = 'operation' if is_unknown(op) else 'kernel'
+    if name := op.kind if what == 'operation' else unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
-      what = 'operation' if is_unknown(op) else 'kernel'
       self.doubts.add(op.source, f'the costs of the {what} {name} are unknown', UNBOUNDED)
     if op.kind in PRODUCTS:
       self.weight_gradients.add_product(self.combiner.dependences(op.operands))

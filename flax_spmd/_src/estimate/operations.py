@@ -45,7 +45,7 @@ def is_elementwise(op: Op) -> bool:
 
 def is_unknown(op: Op) -> bool:
   """Whether nothing is known of the costs of an operation, such as one that a later version of StableHLO has."""
-  return op.kind not in _ELEMENTWISE | _FREE and op.kind not in _RULES
+  return not any(op.kind in known for known in (_ELEMENTWISE, _RULES, _FREE))
 
 
 def _elementwise(op: Op, context: Context) -> Requirement:
