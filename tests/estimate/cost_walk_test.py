@@ -127,7 +127,7 @@ def test_a_product_that_a_step_computes_twice_counts_once(rules, is_in_doubt):
   estimator = Estimator(train)
   layout = DATA.replace(rules=(('batch', 'data'), *rules))
   outcome = estimator.estimate(layout, aim)
-  assert any('that the step computes twice' in doubt for doubt in outcome.doubts) == is_in_doubt
+  assert any('that the step computes several times' in doubt for doubt in outcome.doubts) == is_in_doubt
   if not is_in_doubt:
     assert outcome.counts.flops == compiled(train, layout).flops
 

@@ -53,7 +53,12 @@ from flax_spmd._src.estimate.loops import (
 from flax_spmd._src.estimate.operations import is_elementwise, is_unknown, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
 from flax_spmd._src.estimate.partitioned_operations import Partition, PartitionedOperations, adopted
-from flax_spmd._src.estimate.requirements import Context, Requirement, collectives, result_collectives
+from flax_spmd._src.estimate.requirements import (
+  Context,
+  Requirement,
+  operand_collectives,
+  result_collectives,
+)
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
   is_ambiguous,
@@ -110,11 +115,24 @@ class _Known(NamedTuple):
   settled: set[tuple[GraphValue, Spec, Spec]]  # those that a partitioner has found
 
 
+class Remembered(NamedTuple):
+  """The results of earlier walks over programs that have most of their operations in common.
+
+  Attributes:
+    numbers: a number per operation, equal for those with equal requirements, by all that these depend on.
+    known: the results that are remembered under each mesh.
+  """
+
+  numbers: dict[tuple, int]
+  known: dict[tuple, _Known]
+
+
 class AnalyzedGraph:
   """A graph, with all analyses of it that do not depend on the layout.
 
   Args:
     graph: the program.
+    remembered: the results of earlier walks, which are added to.
 
   Attributes:
     graph: the program.
@@ -135,10 +153,10 @@ class AnalyzedGraph:
     elementwise: operands of elementwise operations that devices cannot compute by themselves, by the first result.
   """
 
-  def __init__(self, graph: Graph):
+  def __init__(self, graph: Graph, remembered: Remembered):
     self.graph = graph
     self.alike: dict[int, int] = {}
-    self._known: dict[tuple, _Known] = {}
+    self._remembered = remembered
     self.rematerialisable = rematerialisable_values(graph)
     self.elementwise: dict[int, tuple[int, ...]] = {}
     self.argument_derived = argument_derived_values(graph)
@@ -152,7 +170,7 @@ class AnalyzedGraph:
     self.transposed: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
-    self._number(graph.main, {})
+    self._number(graph.main)
     for value in graph.main.arguments:
       if graph.values[value].shape in self.filters:
         self.filters[graph.values[value].shape].append(value)
@@ -182,7 +200,8 @@ class AnalyzedGraph:
     for value in block.returned:
       self.uses[value] = self.uses.get(value, 0) + 1
 
-  def _number(self, block: Block, known: dict[tuple, int]) -> None:
+  def _number(self, block: Block) -> None:
+    numbers = self._remembered.numbers
     for op in block.ops:
       if op.results and not op.blocks and op.kind not in _IDENTITIES and is_elementwise(op):
         sources = tuple(value for value in op.operands if value not in self.rematerialisable)
@@ -192,13 +211,14 @@ class AnalyzedGraph:
         free = tuple(value in self.rematerialisable for value in op.operands)
         attributes = repr(sorted(op.attributes.items()))
         about = op.kind, attributes, free, *arrays, self.graph.values[op.results[0]]
-        self.alike[op.results[0]] = known.setdefault(about, len(known))
+        self.alike[op.results[0]] = numbers.setdefault(about, len(numbers))
       for inner in op.blocks:
-        self._number(inner, known)
+        self._number(inner)
 
   def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
     """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
-    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}, {}, set()))
+    key = platform, *sizes.items()
+    known = self._remembered.known.setdefault(key, _Known({}, {}, {}, set()))
     for one in known:
       if len(one) > _REMEMBERED:
         one.clear()
@@ -593,8 +613,8 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source, is_grouped)
     for value, ops in zip(op.operands, required.exchanges):
       self._exchange(value, ops, times, op.source)
-    if 'merged' in op.attributes:
-      self._doubt_merged(op, required, times)
+    if 'copies' in op.attributes:
+      self._doubt_copies(op, required, times)
     if op.kind == 'convolution':
       self.gathered_bytes = max(self.gathered_bytes, *required.padded, 0.0)
     elif required.padded:
@@ -734,12 +754,15 @@ class _CostWalk:
     self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
     self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
 
-  def _doubt_merged(self, op: Op, required: Requirement, times: int) -> None:
-    """Notes an operation that the step has twice, and that communicates: compilers merge what precedes it."""
-    ops = collectives(required, self._context(op))
-    if ops or required.halos:
-      sent = times * wire_bytes((*ops, *required.halos), self.sizes)
-      reason = 'an operation that the step computes twice, whose collectives are not merged'
+  def _doubt_copies(self, op: Op, required: Requirement, times: int) -> None:
+    """Notes an operation that the step has several times, and that communicates: compilers merge what precedes it."""
+    context = self._context(op)
+    ops = [*result_collectives(required, context), *required.halos]
+    for apart, moves in zip(op.attributes['copies'], operand_collectives(required, context)):
+      ops += moves if apart else []
+    if ops:
+      sent = times * wire_bytes(ops, self.sizes)
+      reason = 'an operation that the step computes several times, whose collectives are not merged'
       self.doubts.add(op.source, reason, Bound(sent, self._bytes(op.results[0]), times * required.flops))
 
   def _bound(self, op: Op, required: Requirement, times: int) -> Bound:

@@ -36,7 +36,8 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
-from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
+from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, Remembered, WalkResult
+from flax_spmd._src.estimate.equal_operations import EqualOperations
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
@@ -59,6 +60,7 @@ TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
 )
+_PROGRAMS = 16  # that are remembered, each with other equal operations merged
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
 
@@ -229,11 +231,22 @@ class _AnalyzedStep:
     self.used, self.is_automatic = lowering.used, is_automatic
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
-    self.analyzed = AnalyzedGraph(with_folded_pads(self.module.graph))
-    self.partitions = PartitionedOperations(self.module, self.analyzed.rematerialisable)
+    self._equal = EqualOperations(self.module.graph)
+    self._remembered = Remembered({}, {})
+    self._merged = functools.lru_cache(_PROGRAMS)(self._merge)
+    self.analyzed, _ = self._analyze([()] * len(self.module.graph.values))
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
+
+  def _analyze(self, specs: Sequence[Spec]) -> tuple[AnalyzedGraph, PartitionedOperations]:
+    """The program with the operations merged that are equal, and sharded alike."""
+    return self._merged(frozenset(self._equal.merged_values(specs).items()))
+
+  def _merge(self, merged: frozenset[tuple[int, int]]) -> tuple[AnalyzedGraph, PartitionedOperations]:
+    graph = with_folded_pads(self._equal.merge(dict(merged)))
+    analyzed = AnalyzedGraph(graph, self._remembered)
+    return analyzed, PartitionedOperations(self.module, analyzed.rematerialisable)
 
   def walk(
     self, layout: Layout, shardings: Sequence[NamedSharding], platform: str, partition: bool
@@ -254,8 +267,9 @@ class _AnalyzedStep:
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     specs = self.module.propagate(sizes, arguments, results, resolve)
-    partitions = self.partitions if can_partition(platform) else None
-    costs = self.analyzed.walk(specs, results, sizes, platform, partitions)
+    analyzed, partitioned = self._analyze(specs)
+    partitions = partitioned if can_partition(platform) else None
+    costs = analyzed.walk(specs, results, sizes, platform, partitions)
     if not (partition and partitions):
       return costs, False
     counts = partitioned_counts(self.module.program(sizes, arguments, results, resolve), sizes)

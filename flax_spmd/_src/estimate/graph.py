@@ -19,6 +19,7 @@ Axes: TypeAlias = tuple[str, ...]
 Spec: TypeAlias = tuple[Axes, ...]
 
 PRODUCTS = ('dot_general', 'convolution')
+WITH_BLOCKS = ('while', 'case', 'if')  # kinds of operations
 
 _BITS = re.compile(r'[a-z]+(\d+)')
 
@@ -56,6 +57,7 @@ class Op(NamedTuple):
     attributes: the attributes that costs depend on, as numbers or tuples of numbers.
     blocks: condition and body of a loop, the branches of a conditional; empty for other kinds.
     source: line of the model that it was traced from, such as `model.py:31`, or ''.
+    equal: a number; equal for operations whose results are equal.
   """
 
   kind: str
@@ -64,6 +66,7 @@ class Op(NamedTuple):
   attributes: Mapping[str, Any]
   blocks: tuple[Block, ...] = ()
   source: str = ''
+  equal: int = 0
 
 
 class Block(NamedTuple):

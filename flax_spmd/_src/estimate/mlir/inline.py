@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir import ir
+
+from flax_spmd._src.estimate.mlir.equal import take_number
 
 # Elementwise operations on two arrays, in a dtype that can be negated.
 _BINARY = frozenset(
@@ -44,16 +46,6 @@ _COPIES = {  # operations whose result may be one of their operands, by its posi
   'stablehlo.dynamic_slice': 0,
   'stablehlo.dynamic_update_slice': 1,
 }
-_CONSTRAINT = 'sdy.sharding_constraint'
-_KEPT_APART = tuple(f'stablehlo.{kind}' for kind in ('optimization_barrier', 'custom_call', 'rng'))
-_APART = 'apart'  # attribute of broadcasts that are not merged
-_COSTLY = (  # which are merged if their operands are equal, though not merged
-  *(
-    f'stablehlo.{kind}'
-    for kind in ('dot_general', 'convolution', 'gather', 'scatter', 'reduce', 'concatenate')
-  ),
-  _CONSTRAINT,
-)
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -152,6 +144,7 @@ def reshape_units(module: Any) -> None:
       substitute = ir.Operation.create(
         'stablehlo.reshape', results=[op.results[0].type], operands=[op.operands[0]], loc=op.location
       )
+    take_number(substitute, op)
     op.results[0].replace_all_uses_with(substitute.results[0])
     op.erase()
 
@@ -211,6 +204,7 @@ def replace_chlo(module: Any) -> None:
           operands=[op.operands[0]],
           loc=op.location,
         )
+      take_number(substitute, op)
       op.results[0].replace_all_uses_with(substitute.results[0])
       op.erase()
 
@@ -261,6 +255,7 @@ def drop_uniform(module: Any) -> None:
           operands=[_skip_negation(arrays[0])],
           loc=op.location,
         )
+      take_number(substitute, op)
       op.results[0].replace_all_uses_with(substitute.results[0])
       op.erase()
     elif op.name not in _ADDITIVE:
@@ -344,75 +339,6 @@ def _is_reshaped(value: Any) -> bool:
   return math.prod(_shape(op.operation.operands[0])) == math.prod(_shape(value))
 
 
-def merge_equal(module: Any) -> None:
-  """Merges equal operations, as far as XLA does before or after it propagates shardings.
-
-  Before, it has a broadcast for each use: one that shards the new dimensions leaves the others alone, such as the
-  attention of another layer under the same mask. So broadcasts of arrays are not merged, nor is what is computed from
-  them, unless it is costly.
-
-  Afterwards, it merges equal constraints and what follows, as of a layer that is called twice with one input, or is
-  computed again. These operations get the attribute `merged`: collectives are not merged, nor is what follows them.
-  """
-  broadcasts = [op for op in _all_ops(module) if op.name == _BROADCAST and _is_expanded(op)]
-  for number, op in enumerate(broadcasts):
-    op.attributes[_APART] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-  passmanager.PassManager.parse('builtin.module(cse)').run(module)
-  later = {value for op in _all_ops(module) if _is_merged_later(op) for value in op.results}
-  for one in _merged(_reached(module, later)):
-    if one.name != _CONSTRAINT:
-      one.attributes['merged'] = ir.StringAttr.get('merged')
-
-
-def _is_merged_later(op: Any) -> bool:
-  return op.name == _CONSTRAINT or _APART in op.attributes
-
-
-def _is_expanded(broadcast: Any) -> bool:
-  """Whether a broadcast has an array as its operand, and is larger than it."""
-  before, after = (_shape(value) for value in (broadcast.operands[0], broadcast.results[0]))
-  return bool(before) and math.prod(before) != math.prod(after)
-
-
-def _reached(module: Any, values: set[Any]) -> Iterator[Any]:
-  """The operations that have some values, or are on them or on their results; not those within costly ones."""
-  inside = {inner for op in _all_ops(module) if op.name in _COSTLY for inner in _all_ops(op)}
-  for op in [op for op in _all_ops(module) if op not in inside]:
-    if any(value in values for value in (*op.operands, *op.results)):
-      values.update(op.results)
-      yield op
-
-
-def _merged(ops: Iterable[Any]) -> Iterator[Any]:
-  """Merges equal operations, and yields those that are left in their place.
-
-  The operands of costly ones may be equal without being merged.
-  """
-  known: dict[Any, Any] = {}
-  alike: dict[Any, Any] = {}  # by value, the first one that is equal
-  for op in ops:
-    if not len(op.results) or (len(op.regions) and op.name not in _COSTLY) or op.name in _KEPT_APART:
-      continue
-    inside = tuple((inner.name, _attributes(inner)) for inner in _all_ops(op))
-    operands = tuple(alike.get(value, value) for value in op.operands)
-    about = op.name, op.block, operands, _attributes(op), op.results[0].type, inside
-    first = known.setdefault(about, op)
-    if first == op:
-      continue
-    is_same = list(first.operands) == list(op.operands) and _APART not in op.attributes
-    if is_same or op.name in _COSTLY:
-      for one, other in zip(first.results, op.results):
-        other.replace_all_uses_with(one)
-      op.erase()
-      yield first
-    else:
-      alike |= {other: alike.get(one, one) for one, other in zip(first.results, op.results)}
-
-
-def _attributes(op: Any) -> tuple[tuple[str, Any], ...]:
-  return tuple((name, op.attributes[name]) for name in op.attributes if name != _APART)
-
-
 def transpose_products(module: Any) -> None:
   """Replaces the transpose of a product of two dimensions by the product of its operands in the other order, as XLA does.
 
@@ -436,6 +362,7 @@ def transpose_products(module: Any) -> None:
         attributes=attributes,
         loc=product.location,
       )
+    take_number(substitute, op)
     op.results[0].replace_all_uses_with(substitute.results[0])
     op.erase()
     product.erase()
@@ -473,13 +400,17 @@ def scatter_into_sums(module: Any) -> None:
     with ir.InsertionPoint(op):
       total = other
       if not _is_zero(start):
-        total = op.clone().results[0]
-        total.owner.operands[0], total.owner.operands[1] = other, start
+        added = op.clone()
+        take_number(added, None)
+        added.operands[0], added.operands[1] = other, start
+        total = added.results[0]
       substitute = scatter.clone()
+      take_number(substitute, None if constraint else op)
       substitute.operands[0] = total
       result = substitute.results[0]
       if constraint:
         copy = constraint.clone()
+        take_number(copy, op)
         copy.operands[0], result = result, copy.results[0]
     op.results[0].replace_all_uses_with(result)
     for replaced in (op, constraint, scatter):

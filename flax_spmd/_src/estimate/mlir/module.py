@@ -19,6 +19,7 @@ from jaxlib.mlir import ir, passmanager
 
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
+from flax_spmd._src.estimate.mlir.equal import number_equal
 from flax_spmd._src.estimate.mlir.inline import (
   add_scan_rules,
   drop_copies,
@@ -27,7 +28,6 @@ from flax_spmd._src.estimate.mlir.inline import (
   erase_dead,
   inline_all,
   inline_single_iterations,
-  merge_equal,
   merge_unary,
   order_by_operands,
   replace_chlo,
@@ -53,7 +53,7 @@ from flax_spmd._src.estimate.mlir.single_operation import (
 )
 
 _PREPARE = (
-  'builtin.module(symbol-dce,cse,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
+  'builtin.module(symbol-dce,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
   'sdy-add-data-flow-edges,sdy-apply-sharding-constraints,'
   'func.func(sdy-populate-op-sharding-rules))'
 )
@@ -87,7 +87,7 @@ class PreparedModule:
       inline_all(self._module)
       inline_single_iterations(self._module.operation)
       drop_copies(self._module.operation)
-      merge_equal(self._module.operation)
+      number_equal(main_of(self._module.operation))
       replace_chlo(self._module.operation)
       add_scan_rules(self._module.operation)
       drop_uniform(self._module.operation)

@@ -9,13 +9,13 @@ from typing import Any
 from jaxlib.mlir import ir
 
 from flax_spmd._src.compat import kernel_text
-from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
+from flax_spmd._src.estimate.graph import WITH_BLOCKS, Block, Graph, GraphValue, Op
+from flax_spmd._src.estimate.mlir.equal import pop_number
 from flax_spmd._src.source_lines import line_of_location
 from flax_spmd.errors import EstimatorError
 
 _EDGE = 'sdy.data_flow_edge'
 _OPAQUE = {'sdy.manual_computation': 'shard_map'}
-_WITH_BLOCKS = ('while', 'case', 'if')
 _DIMENSIONS = re.compile(r'(\w+) = (?:\[([\d, ]*)\]|(\d+))')
 _CONVOLUTION = re.compile(r'\[([^\]]*)\]x\[([^\]]*)\]->\[([^\]]*)\]')
 _SCALAR = re.compile(r'dense<(-?\d+)> : tensor<\w+>')
@@ -31,6 +31,7 @@ class GraphReader:
 
   def __init__(self):
     self._values: list[GraphValue] = []
+    self._ops = 0
     self.numbers: dict[Any, int] = {}
     self.loops: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
 
@@ -64,10 +65,13 @@ class GraphReader:
     results = tuple(map(self._add_value, op.results))
     kind = op.name.partition('.')[2]
     blocks: tuple[Block, ...] = ()
-    if kind in _WITH_BLOCKS:
+    if kind in WITH_BLOCKS:
       blocks = tuple(self._block(region.blocks[0]) for region in op.regions)
       self.loops.append((results, [block.arguments for block in blocks]))
-    return Op(kind, operands, results, _attributes(op), blocks, _source(op))
+    self._ops += 1
+    number = pop_number(op)
+    equal = -self._ops if number is None else number
+    return Op(kind, operands, results, _attributes(op), blocks, _source(op), equal)
 
   def _add_value(self, value: Any) -> int:
     try:
@@ -138,7 +142,7 @@ def walk(op: Any) -> Iterator[Any]:
       for view in block.operations:
         inner = view.operation
         yield inner
-        if inner.name.partition('.')[2] in _WITH_BLOCKS:
+        if inner.name.partition('.')[2] in WITH_BLOCKS:
           yield from walk(inner)
 
 
