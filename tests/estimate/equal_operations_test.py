@@ -91,7 +91,7 @@ NAMES = ('batch', 'embed', 'mlp')
 
 def random_step(draw):
   """A step with operations that occur up to three times, each result with a use of its own; and a layout."""
-  kinds = ('up', 'down', 'tanh', 'multiply', 'add', 'centre', 'softmax')
+  kinds = ('up', 'down', 'tanh', 'multiply', 'add', 'centre', 'softmax', 'norm')
   plan, count = [], 3
   for _ in range(draw.randint(2, 5)):
     operands = [draw.randrange(count) if draw.random() < 0.5 else count - 1 for _ in range(2)]
@@ -121,6 +121,7 @@ def random_step(draw):
         'add': lambda x=x, y=y: x + y,
         'centre': lambda x=x: x - jnp.mean(x, 0, keepdims=True),
         'softmax': lambda x=x: jax.nn.softmax(x),
+        'norm': lambda x=x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)),
       }
       arrays += [functions[kind]() for _ in range(times)]
     ends = {

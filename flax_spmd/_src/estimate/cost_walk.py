@@ -755,15 +755,23 @@ class _CostWalk:
     self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
 
   def _doubt_copies(self, op: Op, required: Requirement, times: int) -> None:
-    """Notes an operation that the step has several times, and that communicates: compilers merge what precedes it."""
+    """Notes an operation that the step has several times, and that compilers may compute more than once.
+
+    They merge what precedes a collective, and not what follows it. What is reshaped may be simplified in several ways,
+    as other operations read it.
+    """
     context = self._context(op)
     ops = [*result_collectives(required, context), *required.halos]
     for apart, moves in zip(op.attributes['copies'], operand_collectives(required, context)):
       ops += moves if apart else []
+    flops = times * required.flops
     if ops:
       sent = times * wire_bytes(ops, self.sizes)
       reason = 'an operation that the step computes several times, whose collectives are not merged'
-      self.doubts.add(op.source, reason, Bound(sent, self._bytes(op.results[0]), times * required.flops))
+      self.doubts.add(op.source, reason, Bound(sent, self._bytes(op.results[0]), flops))
+    elif copies := op.attributes['reshaped']:
+      reason = 'a product of reshaped arrays that the step computes several times'
+      self.doubts.add(op.source, reason, Bound(flops=copies * flops))
 
   def _bound(self, op: Op, required: Requirement, times: int) -> Bound:
     """The most that another way to partition an operation could change: all of its arrays gathered."""

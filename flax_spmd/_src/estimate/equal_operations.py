@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op, Spec
 
+_SLICES = ('slice', 'dynamic_slice')
 _BROADCAST = 'broadcast_in_dim'
 _COSTLY = (  # which are merged if their operands are equal, though not merged
   'dot_general',
@@ -51,6 +52,7 @@ class EqualOperations:
   def __init__(self, graph: Graph):
     self._graph = graph
     self._repeated: list[_Repeated] = []
+    self._readers: dict[int, set[int]] = {}  # numbers of the operations on a value
     self._blocks = 0
     self._collect(graph.main)
 
@@ -59,6 +61,8 @@ class EqualOperations:
     self._blocks += 1
     for op in block.ops:
       counts[op.equal] = counts.get(op.equal, 0) + 1
+      for value in op.operands:
+        self._readers.setdefault(value, set()).add(op.equal)
     for op in block.ops:
       if counts[op.equal] > 1:
         self._repeated.append(_Repeated(op, number, self._is_expanded(op), tuple(_values(op.blocks))))
@@ -96,28 +100,39 @@ class EqualOperations:
   def merge(self, merged: Mapping[int, int]) -> Graph:
     """The program with equal operations merged.
 
-    In the place of several operations, one has the attribute `copies`: of each operand, how many of the others read
-    another, equal value in its place.
+    In the place of several operations, one has two attributes: `copies`, of each operand the number of the others that
+    read another, equal value in its place; and `reshaped`, the number of those with an operand that is computed from a
+    reshape, and from a value with other readers. XLA moves reshapes past other operations, or not, as these are read:
+    what was equal is so no longer.
 
     Args:
       merged: values that are replaced, from `merged_values`.
     """
     ops = {each.op.results[0]: each.op for each in self._repeated if each.op.results}
-    copies: dict[int, tuple[int, ...]] = {}
+    added: dict[int, dict[str, Any]] = {}
+    reshaped: set[int] = set()
+    apart: set[int] = set()  # computed from values with other readers
     for value, op in ops.items():
-      if value in merged:
-        first = ops[merged[value]]
-        counted = copies.get(merged[value], (0,) * len(op.operands))
-        apart = map(operator.ne, op.operands, first.operands)
-        copies[merged[value]] = tuple(map(operator.add, counted, apart))
-    return self._graph._replace(main=_merged(self._graph.main, merged, ops, copies, set()))
+      first = ops[merged.get(value, value)]
+      if first is not op:
+        about = added.setdefault(merged[value], {'copies': (0,) * len(op.operands), 'reshaped': 0})
+        others = map(operator.ne, op.operands, first.operands)
+        about['copies'] = tuple(map(operator.add, about['copies'], others))
+        about['reshaped'] += any(one in reshaped and one in apart for one in op.operands)
+      maker = ops.get(op.operands[0]) if op.kind == 'reshape' else None
+      if (maker and maker.kind not in _SLICES) or not reshaped.isdisjoint(op.operands):
+        reshaped.update(op.results)
+      is_apart = self._readers.get(value) != self._readers.get(first.results[0])
+      if is_apart or not apart.isdisjoint(op.operands):
+        apart.update(op.results)
+    return self._graph._replace(main=_merged(self._graph.main, merged, ops, added, set()))
 
 
 def _merged(
   block: Block,
   merged: Mapping[int, int],
   repeated: Collection[int],
-  copies: Mapping[int, tuple[int, ...]],
+  added: Mapping[int, Mapping[str, Any]],
   used: set[int],
 ) -> Block:
   """A block without operations that are merged, or that only these have read.
@@ -126,7 +141,7 @@ def _merged(
     block: the block.
     merged: values that are replaced.
     repeated: first results of operations that occur more than once.
-    copies: attribute of operations in whose place others are merged, by their first result.
+    added: attributes of operations in whose place others are merged, by their first result.
     used: values that are read, which are added to.
   """
   returned = tuple([merged.get(value, value) for value in block.returned])
@@ -139,10 +154,10 @@ def _merged(
       continue
     operands = tuple([merged.get(value, value) for value in op.operands])
     used.update(operands)
-    blocks = tuple([_merged(inner, merged, repeated, copies, used) for inner in op.blocks])
+    blocks = tuple([_merged(inner, merged, repeated, added, used) for inner in op.blocks])
     op = op._replace(operands=operands, blocks=blocks)
-    if op.results and op.results[0] in copies:
-      op = op._replace(attributes={**op.attributes, 'copies': copies[op.results[0]]})
+    if op.results and op.results[0] in added:
+      op = op._replace(attributes={**op.attributes, **added[op.results[0]]})
     kept.append(op)
   return Block(block.arguments, tuple(reversed(kept)), returned)
 
