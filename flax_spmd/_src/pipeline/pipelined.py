@@ -278,10 +278,9 @@ class TracedPipelineStep:
     if schedule is not None:
       order = carried_order.with_waits(schedule, step.loop, programs, order, self._setting.reported)
     joined = outside_loop.join(step, programs, ranks)
-    assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
     arguments = step.arguments, self._succeeded(step, joined.results)
-    builder = CallListBuilder(joined, assignment, programs, order, ranks, *arguments, several)
+    builder = CallListBuilder(joined, programs, order, ranks, *arguments, several)
     call_list, after = builder.build(), self._setting.host_after
     if after is not None:
       sums = {one.after for one in programs.accumulators if not one.passed}

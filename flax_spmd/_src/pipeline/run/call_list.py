@@ -25,7 +25,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
+from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms, readers
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
@@ -202,7 +202,6 @@ class CallListBuilder:
 
   Args:
     joined: the step, with its loop replaced by task programs.
-    assignment: the ranks of the equations outside the loop.
     programs: the task programs.
     order: the tasks of all ranks in the schedule's order, by start.
     stage_ranks: the rank of each stage.
@@ -216,7 +215,6 @@ class CallListBuilder:
   def __init__(
     self,
     joined: JoinedStep,
-    assignment: RankAssignment,
     programs: TaskPrograms,
     order: Sequence[TimedStep],
     stage_ranks: Sequence[int],
@@ -224,7 +222,7 @@ class CallListBuilder:
     succeeded: Mapping[Value, Value],
     broadcast_small: bool = False,
   ):
-    self._joined, self._assignment, self._programs = joined, assignment, programs
+    self._joined, self._programs = joined, programs
     self._order, self._stage_ranks, self._broadcast_small = order, stage_ranks, broadcast_small
     self._arguments, self._succeeded = set(arguments), succeeded
     self._ranks = range(max(stage_ranks) + 1)
@@ -248,7 +246,7 @@ class CallListBuilder:
 
   def build(self) -> CallList:
     """The whole step."""
-    starts = {rank: self._assignment.closure(values) for rank, values in self._needed.items()}
+    starts = {rank: self._joined.closure(values) for rank, values in self._needed.items()}
     ends, result_ranks = self._ends(starts)
     read = {key: eq.free_values(equations) for key, equations in ends.items()}
     calls = [_call_once(program) for program in self._start_programs(starts, read)]
@@ -414,14 +412,12 @@ class CallListBuilder:
 
   def _ends(self, starts: Mapping[int, list[Equation]]):
     """The equations after the loop, by level and rank; and the ranks of each result."""
-    ends = {key: list(equations) for key, equations in self._assignment.bound.items()}
+    ends = {key: list(equations) for key, equations in self._joined.bound.items()}
     needed: dict[int, list[Value]] = defaultdict(list)
     for (_, rank), equations in ends.items():
-      needed[rank] += [
-        value for value in eq.free_values(equations) if value not in self._assignment.rank_of
-      ]
+      needed[rank] += [value for value in eq.free_values(equations) if value not in self._joined.rank_of]
     uses = {
-      rank: set(eq.free_values([*starts[rank], *self._assignment.closure(needed[rank])]))
+      rank: set(eq.free_values([*starts[rank], *self._joined.closure(needed[rank])]))
       | {*self._needed[rank], *needed[rank]}
       for rank in self._ranks
     }
@@ -430,11 +426,11 @@ class CallListBuilder:
       if not isinstance(value, Value) or value in self._arguments or isinstance(value, Constant):
         continue
       result_ranks[value] = self._ranks_of(value, uses)
-      for rank in result_ranks[value] if value not in self._assignment.rank_of else ():
+      for rank in result_ranks[value] if value not in self._joined.rank_of else ():
         needed[rank].append(value)
     for rank in self._ranks:
       done = set(starts[rank])
-      free = [one for one in self._assignment.closure(needed[rank]) if one not in done]
+      free = [one for one in self._joined.closure(needed[rank]) if one not in done]
       if free:
         ends[0, rank] = [*free, *ends.get((0, rank), ())]
     return dict(sorted(ends.items())), result_ranks
@@ -444,13 +440,13 @@ class CallListBuilder:
 
     A result of arguments alone is kept by the ranks that use its arguments anyway.
     """
-    if value in self._assignment.rank_of:
-      producer, argument = self._assignment.rank_of[value], self._succeeded.get(value)
+    if value in self._joined.rank_of:
+      producer, argument = self._joined.rank_of[value], self._succeeded.get(value)
       # of a state the scalars alone: its biases and norms would be sent by every rank to every other
       small = value.bytes <= _SMALL_RESULT and (argument is None or not value.aval.shape)
       everywhere = self._broadcast_small and small
       return [rank for rank in self._ranks if everywhere or rank == producer or argument in uses[rank]]
-    needs = set(eq.free_values(self._assignment.closure([value])))
+    needs = set(eq.free_values(self._joined.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
     ranks = ranks or list(self._ranks)
     return ranks if value.bytes <= _LARGE_RESULT else ranks[:1]
