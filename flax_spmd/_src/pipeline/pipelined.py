@@ -5,7 +5,7 @@
 
 The phases, by module: `microbatch_loop` finds the loop; `stage_assignment` and `task_programs` cut it
 into programs; `outside_loop` assigns the other equations to ranks; `call_list` orders all calls by the
-schedule; `stage_lowering` lowers the programs, and `stage_compilation` compiles them; `machine` runs them.
+schedule; `stage_lowering` lowers and compiles the programs; `machine` runs them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
 from flax_spmd._src.pipeline.run.host_copies import with_host_copies
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
-from flax_spmd._src.pipeline.run.stage_compilation import compile_stages
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule, timed_steps
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
@@ -415,7 +414,7 @@ class LoweredPipelineStep:
     begin = time.perf_counter()
     mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
     self._check_agreement(stages)
-    executables = compile_stages(stages)
+    executables = stages.compile()
     if has_windows(self._traced.jaxpr, setting.ranks[0]):
       programs = (one.lowered for one in stages.programs.values())
       warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)

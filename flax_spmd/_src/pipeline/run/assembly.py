@@ -27,8 +27,7 @@ from flax_spmd._src.pipeline.run.process_transfer import (
   ProcessTransfers,
   is_copied_by_jax,
 )
-from flax_spmd._src.pipeline.run.stage_compilation import Executable
-from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
+from flax_spmd._src.pipeline.run.stage_lowering import Executable, LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh, view
 
 

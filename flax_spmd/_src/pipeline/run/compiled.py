@@ -23,7 +23,7 @@ from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.rank_watch import RankWatch
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
-from flax_spmd._src.pipeline.run.stage_compilation import Executable
+from flax_spmd._src.pipeline.run.stage_lowering import Executable
 from flax_spmd._src.pipeline.run.state_init import init_on_stages
 from flax_spmd._src.pipeline.schedules.tasks import Task, parse
 from flax_spmd._src.text import first_lines
