@@ -51,7 +51,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
-from flax_spmd._src.pipeline.cut.equations import Constant, Value
+from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
@@ -176,7 +176,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     static = self._arguments.statics(args, kwargs)
     return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
-  @garbage_collection.of_young_objects
+  @garbage_collection.of_young_objects()
   def _traced(self, request: Request) -> TracedPipelineStep:
     begin = time.perf_counter()
     setting = self._setting
@@ -255,7 +255,7 @@ class TracedPipelineStep:
   _donations: list[bool]
   times: dict[str, float]
 
-  @garbage_collection.of_young_objects
+  @garbage_collection.of_young_objects()
   def lower(self) -> LoweredPipelineStep:
     """Cuts the step into programs for its stages, and orders them by the schedule.
 
@@ -456,9 +456,8 @@ class LoweredPipelineStep:
     batch = step.batch
 
     def is_own(number: int) -> bool:
-      is_key = jax.dtypes.issubdtype(request.avals[number].dtype, jax.dtypes.prng_key)
       alone = not step.loop.once or len(of_argument[paths[number]]) < 2
-      return step.arguments[number] in batch and alone and not is_key
+      return step.arguments[number] in batch and alone and not is_key(request.avals[number])
 
     return [each if is_own(number) else everyone for number, each in enumerate(users)]
 

@@ -70,7 +70,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   start: dict[Accumulator, Value] = {}
   parts: dict[int, list[Value]] = defaultdict(list)  # of each value that the loop carries
   for one in programs.accumulators:
-    initial = _copied if one.first else _zeros  # a copy, since the first update overwrites it
+    initial = jnp.copy if one.first else jnp.zeros_like  # a copy, since the first update overwrites it
     computed, [start[one]] = eq.traced(initial, loop.starts[one.origin], known=traces)
     before += computed
     parts[one.origin].append(one.final)
@@ -96,23 +96,11 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   return JoinedStep(equations, bound, free, rank_of, indices, start, kept, stacks, results)
 
 
-def _copied(x: Any) -> list[Any]:
-  return [jnp.copy(x)]
-
-
-def _zeros(x: Any) -> list[Any]:
-  return [jnp.zeros_like(x)]
-
-
-def _added(a: Any, b: Any) -> list[Any]:
-  return [lax.add(a, b)]
-
-
 def _total(parts: list[Value], equations: list[Equation]) -> Value:
   """The total of the sums of several stages."""
   total = parts[0]
   for part in parts[1:]:
-    added, [total] = eq.traced(_added, total, part)
+    added, [total] = eq.traced(lax.add, total, part)
     equations += added
   return total
 
@@ -128,7 +116,7 @@ def _unprocessed(loop: Loop, body: Body, value: Value, equations: list[Equation]
   """A stacked result that no task computes: the batch itself, or an invariant, broadcast."""
   if value in body.rows:
     return body.rows[value]
-  repeating, [stack] = eq.traced(lambda x: [jnp.broadcast_to(x, (loop.count, *jnp.shape(x)))], value)
+  repeating, [stack] = eq.traced(lambda x: jnp.broadcast_to(x, (loop.count, *jnp.shape(x))), value)
   equations += repeating
   return stack
 

@@ -243,7 +243,8 @@ def program_lines(stages: LoweredStages) -> Iterator[str]:
 def _operations(name: str, lowered: Any) -> Iterator[str]:
   """The lines of a lowered program, each after its name."""
   for line in lowered.as_text().splitlines():
-    yield f'{name}: {_ELEMENTS.sub(_digest, line.strip())}'
+    text = _ELEMENTS.sub(lambda elements: f'digest {_text_digest(elements[0])}', line.strip())
+    yield f'{name}: {text}'
 
 
 def callback_lines(jaxpr: Any) -> Iterator[str]:
@@ -270,10 +271,6 @@ def _code_text(code: CodeType) -> str:
     for one in code.co_consts
   ]
   return f'{code.co_code.hex()} {code.co_names} {constants}'
-
-
-def _digest(elements: re.Match[str]) -> str:
-  return f'digest {_text_digest(elements[0])}'
 
 
 def _text_digest(text: str) -> str:

@@ -26,7 +26,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
-from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms, readers
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
 from flax_spmd._src.text import plural
@@ -229,7 +229,7 @@ class CallListBuilder:
     self._producer = programs.producers()
     self._before = {one.before: one for one in programs.accumulators}
     self._after = {one.after: one for one in programs.accumulators}
-    self._readers = readers(programs.tasks)
+    self._readers = eq.readers((key, task.inputs) for key, task in programs.tasks.items())
     self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[Any, ...], StageProgram] = {}
     self._shared: dict[StageProgram, dict[Value, Buffer]] = defaultdict(dict)
@@ -469,17 +469,14 @@ class CallListBuilder:
     self, ends: Mapping[tuple[int, int], list[Equation]], read, result_ranks
   ) -> list[StageProgram]:
     """The programs after the loop, with only those outputs that are read."""
-    readers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
-    for key, values in read.items():
-      for value in values:
-        readers[value].add(key)
+    readers = eq.readers(read.items())
     programs = []
     for (level, rank), equations in ends.items():
       outputs = [
         value
         for one in equations
         for value in one.outputs
-        if rank in result_ranks.get(value, ()) or readers[value] - {(level, rank)}
+        if rank in result_ranks.get(value, ()) or {*readers[value]} - {(level, rank)}
       ]
       if outputs or any(one.has_effects for one in equations):
         name = f'end_{rank}' + (f'_{level}' if level else '')
@@ -502,7 +499,7 @@ def _stack_program(
   index = Value(jax.typeof(np.uint32(0)))
   for value, stack in zip(values, stacks, strict=True):
     if first:
-      new, results = eq.traced(lambda row: [jnp.broadcast_to(row, stack.aval.shape)], value)  # noqa: B023
+      new, results = eq.traced(lambda row: jnp.broadcast_to(row, stack.aval.shape), value)  # noqa: B023
     else:
       new, results = eq.traced(_with_row, stack, value, index)
     equations += new
@@ -512,11 +509,11 @@ def _stack_program(
   return StageProgram(name, rank, equations, inputs, outputs)
 
 
-def _with_row(stack: Any, row: Any, index: Any) -> list[Any]:
+def _with_row(stack: Any, row: Any, index: Any) -> Any:
   new = lax.dynamic_update_index_in_dim(stack, row, index, 0)
   if jax.typeof(stack).weak_type:  # the update has none
     new = convert_element_type_p.bind(new, new_dtype=new.dtype, weak_type=True, sharding=None)
-  return [new]
+  return new
 
 
 def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]) -> list[Call | Send]:

@@ -144,17 +144,6 @@ class LoweredStages:
     if not call.inputs:  # then only the results place it on its devices
       results = [spec or PartitionSpec() for spec in results]
     donated = self._donated(call, results)
-    lowered = self._lowered(call, donated, results, platform)
-    specs = compat.required_results(lowered, self.meshes[call.program.rank])
-    return LoweredStage(lowered, donated, specs)
-
-  def _lowered(
-    self,
-    call: Call,
-    donated: tuple[int, ...],
-    results: Sequence[PartitionSpec | None],
-    platform: str | None,
-  ) -> Any:
     program, mesh = call.program, self.meshes[call.program.rank]
     arguments = [
       jax.ShapeDtypeStruct(
@@ -174,7 +163,8 @@ class LoweredStages:
     platforms = None if platform is None else (platform,)
     # a block around the call may have set a mesh of another size
     with compat.without_mesh(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jitted.trace(*arguments).lower(lowering_platforms=platforms)
+      lowered = jitted.trace(*arguments).lower(lowering_platforms=platforms)
+    return LoweredStage(lowered, donated, compat.required_results(lowered, mesh))
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
     """The inputs whose memory a result can reuse. The caller's arguments come first: others are freed anyway."""

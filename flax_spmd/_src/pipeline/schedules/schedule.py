@@ -38,8 +38,8 @@ from flax_spmd._src.pipeline.schedules.validation import (
   ScheduleReport,
   TaskLists,
   Waits,
-  order_of,
   validate,
+  walk,
 )
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
@@ -387,10 +387,8 @@ def timed_steps(
   lists, (costs, transfer) = schedule._lists(microbatches), schedule._times()
   validate(lists)
   lists = lists._replace(waits=waits)
-  order = order_of(lists)
-  if order is None:
-    return None
-  return sorted(timed(lists, order, costs, transfer), key=lambda one: one.start)
+  order, blocked = walk(lists)
+  return None if blocked else sorted(timed(lists, order, costs, transfer), key=lambda one: one.start)
 
 
 def check_schedule(schedule: Any, caller: str) -> None:
