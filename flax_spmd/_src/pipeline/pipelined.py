@@ -86,8 +86,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
 
   Args:
-    fn: function to run.
-    mesh, rules: mesh and rule table of the layout.
+    fn, mesh, rules: the function, and the layout.
     plan_results: see `Jitted`.
     plan_inputs: function from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding
       (or None) of each leaf. None: arguments keep their shardings.
@@ -176,7 +175,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     static = self._arguments.statics(args, kwargs)
     return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
-  @garbage_collection.of_young_objects()
+  @garbage_collection.of_young_objects
   def _traced(self, request: Request) -> TracedPipelineStep:
     begin = time.perf_counter()
     setting = self._setting
@@ -255,7 +254,7 @@ class TracedPipelineStep:
   _donations: list[bool]
   times: dict[str, float]
 
-  @garbage_collection.of_young_objects()
+  @garbage_collection.of_young_objects
   def lower(self) -> LoweredPipelineStep:
     """Cuts the step into programs for its stages, and orders them by the schedule.
 

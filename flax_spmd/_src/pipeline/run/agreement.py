@@ -156,15 +156,12 @@ def check_same_arguments(
 def check_same_state(
   setting: Setting, arrays: Sequence[tuple[str, Any]], programs: Iterable[tuple[str, Any]]
 ) -> None:
-  """Raises on every process unless all create a state by the same programs from equal arrays.
+  """Raises LayoutError on every process unless all create a state by the same programs from equal arrays.
 
   Args:
     setting: the settings of the pipeline.
     arrays: the arguments of the function that creates it, with their paths.
     programs: the lowered programs, with a name each.
-
-  Raises:
-    LayoutError: the paths and values of the arrays, or the lines of the programs, that differ, and the processes.
   """
   members = setting.processes
   lines = [line for name, lowered in programs for line in _operations(name, lowered)]

@@ -32,13 +32,7 @@ from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submes
 
 
 class Assembler:
-  """Assembles a call list into a machine.
-
-  Args:
-    stages: the lowered programs of the step.
-    executables: the compiled programs.
-    mesh, axis: the whole mesh, and its stage axis.
-  """
+  """Assembles the lowered and compiled programs of a step into a machine, on the whole mesh and its stage axis."""
 
   def __init__(
     self,

@@ -201,11 +201,9 @@ class CallListBuilder:
   """Builds the call list of a step.
 
   Args:
-    joined: the step, with its loop replaced by task programs.
-    programs: the task programs.
+    joined, programs: the step, with its loop replaced by task programs.
     order: the tasks of all ranks in the schedule's order, by start.
-    stage_ranks: the rank of each stage.
-    arguments: the arguments of the step.
+    stage_ranks, arguments: the rank of each stage, and the arguments of the step.
     succeeded: the argument whose place each result takes in the next step. The result is sent to the
       ranks that use the argument.
     broadcast_small: whether results up to 512 bytes, of a state the scalars, are sent to every rank. Set when

@@ -37,12 +37,9 @@ class CompiledPipeline:
   """A pipeline that can be run on arguments of one structure.
 
   Args:
-    setting: the settings of the pipeline.
-    request: the arguments that it was compiled for.
-    result: tree structure of the result.
+    setting, request, result: the settings, the arguments that it was compiled for, the tree structure of the result.
     name: name of the pipeline, equal on all of its processes and unlike that of any other.
     holders: per argument, the processes that have to pass the same value.
-    machine, executables, memory, host_memory, times: the attributes.
 
   Attributes:
     machine: the instructions and registers that run a step.

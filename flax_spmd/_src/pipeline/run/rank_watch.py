@@ -148,14 +148,7 @@ _blocked: list[Callable[[], bool]] = []
 
 
 class RankWatch:
-  """Runs the steps of one pipeline of several processes.
-
-  Args:
-    subject: the pipeline, in errors.
-    processes: the processes of its mesh, in order.
-    timeout: seconds that a transfer may take.
-    progress: the progress of its transfers.
-  """
+  """Runs the steps of one pipeline of several processes, whose transfers may take `timeout` seconds."""
 
   def __init__(
     self, subject: str, processes: tuple[int, ...], timeout: float, progress: TransferProgress

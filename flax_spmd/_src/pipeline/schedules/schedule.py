@@ -392,11 +392,7 @@ def timed_steps(
 
 
 def check_schedule(schedule: Any, caller: str) -> None:
-  """Raises unless the argument is a schedule or None.
-
-  Raises:
-    PipelineError: it is neither.
-  """
+  """Raises PipelineError unless the argument is a schedule or None."""
   if schedule is not None and not isinstance(schedule, Schedule):
     raise PipelineError(
       f'{caller}: schedule={getattr(schedule, "__name__", repr(schedule))} is not a schedule.\n'
