@@ -60,7 +60,7 @@ from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
-from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
+from flax_spmd._src.pipeline.run.elementwise_specs import specs_of_groups
 from flax_spmd._src.pipeline.run.host_copies import with_host_copies
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
@@ -507,20 +507,15 @@ class LoweredPipelineStep:
     """The specs that are known before compilation."""
     step, joined, traced = self._step, self._joined, self._traced
     specs = dict(zip(step.arguments, traced._request.specs, strict=True))
-    planned = {
-      atom: spec
-      for atom, spec in zip(joined.results, traced._planned, strict=True)
-      if spec is not None and isinstance(atom, Value)
-    }
+    results = zip(joined.results, traced._planned, strict=True)
+    planned = {value: spec for value, spec in results if spec is not None}
     axis, sizes = traced._setting.axis, traced._setting.sizes
     closed_over = {
       buffer.value: submeshes.spec_of(buffer.value.array, axis, sizes)
       for buffer in self.call_list.given
       if isinstance(buffer.value, Constant)
     }
-    groups = ElementwiseGroups(joined.equations)
     versions = [self._versions(one) for one in self.programs.accumulators]
-    for each in versions:
-      groups.merge(*each)
-    results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
-    return groups.specs(specs | planned, [*chain(*versions), *results]) | planned | closed_over | specs
+    unknown = [*chain(*versions), *(value for value in joined.results if value not in specs)]
+    grouped = specs_of_groups(joined.equations, versions, specs | planned, unknown)
+    return grouped | planned | closed_over | specs

@@ -278,12 +278,10 @@ def _choose_residuals(
     outputs = results.union(*(one.values for equations in others for one in equations))
     later = {value for at in list(members) if at > stage for one in members[at] for value in one.outputs}
     used = {value for one in members[back] for value in one.values} - later - available
-    choice = residuals.choose(members[stage], used, outputs, available)
-    for equation in choice.moved:
-      cut.position[equation] = back
-    members[back] += choice.moved
-    members[stage] = [one for one in members[stage] if one not in choice.moved]
-    repeated[back] = choice.repeated
+    moved, repeated[back] = residuals.choose(members[stage], used, outputs, available)
+    cut.position.update(dict.fromkeys(moved, back))
+    members[back] += moved
+    members[stage] = [one for one in members[stage] if one not in moved]
   return repeated
 
 

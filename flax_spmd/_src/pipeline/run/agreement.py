@@ -22,12 +22,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.data.common_values import (
-  CommonPiece,
-  common_shards,
-  value_parts,
-  value_problems,
-)
+from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
 from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.multihost import (
   CALLS,
@@ -85,11 +80,7 @@ def check_same_pipeline(
 
 
 def _compare(
-  topic: str,
-  members: tuple[int, ...],
-  texts: Mapping[str, str],
-  pieces: Iterable[CommonPiece],
-  fix: str,
+  topic: str, members: tuple[int, ...], texts: Mapping[str, str], pieces: Iterable[CommonPiece], fix: str
 ) -> None:
   """Raises on every process unless texts and values are equal; reports the first text that differs, or all values."""
   differing = differing_parts(topic, members, {**texts, **value_parts(pieces)}, CALLS, TIMEOUT)

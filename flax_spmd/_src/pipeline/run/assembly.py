@@ -35,11 +35,7 @@ class Assembler:
   """Assembles the lowered and compiled programs of a step into a machine, on the whole mesh and its stage axis."""
 
   def __init__(
-    self,
-    stages: LoweredStages,
-    executables: Mapping[StageProgram, Executable],
-    mesh: Mesh,
-    axis: str,
+    self, stages: LoweredStages, executables: Mapping[StageProgram, Executable], mesh: Mesh, axis: str
   ):
     self._stages, self._call_list, self._executables = stages, stages.call_list, executables
     self._mesh, self._axis = mesh, axis

@@ -175,9 +175,10 @@ class CallList:
   @functools.cached_property
   def ends(self) -> dict[int, list[Buffer]]:
     """The buffers whose last use is a call or send, by its index; those of results have none."""
+    returned = set().union(*self.results.values())
     ends: dict[int, list[Buffer]] = {}
     for buffer, number in self.last_use.items():
-      if buffer not in self.returned:
+      if buffer not in returned:
         ends.setdefault(number, []).append(buffer)
     return ends
 
@@ -190,11 +191,6 @@ class CallList:
   def given(self) -> list[Buffer]:
     """The other buffers: arguments and closed-over arrays."""
     return [buffer for buffer in self.last_use if buffer not in self.written]
-
-  @functools.cached_property
-  def returned(self) -> set[Buffer]:
-    """The buffers of all results."""
-    return set().union(*self.results.values())
 
 
 class CallListBuilder:
@@ -421,7 +417,7 @@ class CallListBuilder:
     }
     result_ranks: dict[Value, list[int]] = {}
     for value in dict.fromkeys(self._joined.results):
-      if not isinstance(value, Value) or value in self._arguments or isinstance(value, Constant):
+      if value in self._arguments or isinstance(value, Constant):
         continue
       result_ranks[value] = self._ranks_of(value, uses)
       for rank in result_ranks[value] if value not in self._joined.rank_of else ():
@@ -517,6 +513,9 @@ def _with_row(stack: Any, row: Any, index: Any) -> Any:
 def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]) -> list[Call | Send]:
   """The calls, with the sends of their results to other ranks, in order of time.
 
+  Calls of the loop sort by time, with ends before starts; those without a duration keep their order. Calls
+  before the loop come first and calls after it last, in the order given.
+
   A result is sent as soon as its task ends. So when a rank waits for one (as a process does), no other
   call of that rank could have run instead.
   """
@@ -531,32 +530,22 @@ def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]
     if value in receivers:
       senders[value, microbatch] = min(senders.get((value, microbatch), rank), rank)
   timed: list[tuple[tuple[float, bool], Call | Send]] = []
+  outside = -math.inf
   for call in calls:
     sends: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in call.outputs:
       if buffer.value in receivers and buffer.rank == senders[buffer[:2]]:
         for receiver in receivers[buffer.value].get(buffer.microbatch, ()):
           sends[receiver].append(buffer)
-    begin, end = _times(call, timed)
+    if call.when is None:
+      begin = end = outside, True
+    else:
+      start, stop = (call.when.end if call.stores else call.when.start), call.when.end
+      begin, end = (start, True), (stop, start == stop)
+      outside = math.inf
     timed.append((begin, call))
     timed += [
       (end, Send(buffers, [one._replace(rank=receiver) for one in buffers]))
       for receiver, buffers in sends.items()
     ]
   return [one for _, one in sorted(timed, key=lambda item: item[0])]
-
-
-def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple[float, bool]]:
-  """Sort keys of a call and of the sends of its results.
-
-  Calls of the loop sort by time, with ends before starts; those without a duration keep their order. Calls
-  before the loop come first and calls after it last, in the order given.
-  """
-  if call.when is not None and call.stores:
-    return (call.when.end, True), (call.when.end, True)
-  if call.when is not None:
-    start, end = call.when.start, call.when.end
-    return (start, True), (end, start == end)
-  begun = any(isinstance(one, Call) and one.when is not None for _, one in before)
-  at = math.inf if begun else -math.inf
-  return (at, True), (at, True)

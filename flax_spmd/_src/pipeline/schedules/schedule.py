@@ -34,13 +34,7 @@ from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_rank
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
 from flax_spmd._src.pipeline.schedules.text_format import read, steps_of
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
-from flax_spmd._src.pipeline.schedules.validation import (
-  ScheduleReport,
-  TaskLists,
-  Waits,
-  validate,
-  walk,
-)
+from flax_spmd._src.pipeline.schedules.validation import ScheduleReport, TaskLists, Waits, validate, walk
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
 
@@ -242,9 +236,7 @@ class Schedule(abc.ABC):
     """
     own, delay = self._times()
     return simulate(
-      self._lists(microbatches),
-      own if costs is None else costs,
-      delay if transfer is None else transfer,
+      self._lists(microbatches), own if costs is None else costs, delay if transfer is None else transfer
     )
 
   def draw(
