@@ -161,12 +161,12 @@ def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
     PipelineError: it does not depend on the loop.
   """
   anchor = equation.inputs[1]
-  if anchor not in operands:
+  if not isinstance(anchor, Value) or anchor not in operands:
     raise PipelineError(
       f'place_with at {equation.source_line}: the anchor does not depend on the microbatch loop, so it is '
       'on no particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
     )
-  return [value for value in operands if value is anchor]
+  return [anchor]
 
 
 def result_sources(equation: Equation, given: Sequence[int]) -> list[int]:

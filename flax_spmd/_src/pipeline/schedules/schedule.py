@@ -59,7 +59,7 @@ class Schedule(abc.ABC):
   """
 
   ranks: int
-  _arrangement: ClassVar[tuple[Placement, int]] = 'loop', 1  # and the stages per rank, without `chunks`
+  _arrangement: ClassVar[tuple[Placement, int]] = 'loop', 1  # without fields `placement` and `chunks`
 
   def __post_init__(self):
     for field in ('ranks', 'chunks'):
@@ -122,7 +122,8 @@ class Schedule(abc.ABC):
   def stage_ranks(self) -> tuple[int, ...]:
     """Per stage, its rank."""
     placement, chunks = self._arrangement
-    return assign_ranks(self.ranks, getattr(self, 'chunks', chunks), placement)
+    given: tuple[int, Any] = getattr(self, 'chunks', chunks), getattr(self, 'placement', placement)
+    return assign_ranks(self.ranks, *given)
 
   @property
   def stages(self) -> int:
@@ -325,26 +326,10 @@ class CostedSchedule(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlacedSchedule(Schedule):
-  """A schedule with a rank given for every stage.
+class RuleSchedule(Schedule):
+  """A schedule defined by the rank of every stage and a rule, from a rank and the number of microbatches to its tasks."""
 
-  Attributes:
-    ranks: number of ranks.
-    placement: per stage, its rank.
-  """
-
-  placement: tuple[int, ...] = dataclasses.field(repr=False)
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return self.placement
-
-
-@dataclasses.dataclass(frozen=True)
-class RuleSchedule(_PlacedSchedule):
-  """A schedule defined by a rule, a function from a rank and the number of microbatches to the rank's tasks."""
-
+  placement: tuple[int, ...]
   rule: Rule
 
   def __repr__(self) -> str:
@@ -357,9 +342,10 @@ class RuleSchedule(_PlacedSchedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextSchedule(_PlacedSchedule):
-  """A schedule defined by its text, with the tasks of each rank."""
+class TextSchedule(Schedule):
+  """A schedule defined by its text, with the rank of every stage and the tasks of each rank."""
 
+  placement: tuple[int, ...] = dataclasses.field(repr=False)
   orders: tuple[Order, ...] = dataclasses.field(repr=False)
 
   def _order(self, rank: int, microbatches: int) -> Order:
