@@ -115,7 +115,8 @@ class LoweredStages:
         if is_local(mesh):
           text = stage.lowered.as_text()
           text = text[text.index('\n') :]  # the first line has the program's name
-          running[program] = pool.submit(compile_, stage.lowered, text, mesh, first.get(text))
+          compilation = compat.separate_compilation(stage.lowered)
+          running[program] = pool.submit(compile_, compilation, text, mesh, first.get(text))
           first.setdefault(text, (running[program], mesh))
       done = {program: future.result() for program, future in running.items()}
     return {program: done.get(program, Executable()) for program in self.programs}
@@ -195,7 +196,7 @@ def _function(program: StageProgram) -> Callable[..., list[Any]]:
 
 
 def _compiled(
-  lowered: Any, text: str, mesh: Mesh, first: tuple[Future[Executable], Mesh] | None
+  compilation: Callable[[], Any], text: str, mesh: Mesh, first: tuple[Future[Executable], Mesh] | None
 ) -> Executable:
   """Compiles a program, or loads the first one with this text for its own rank, where that is possible."""
   if first is not None:
@@ -206,7 +207,7 @@ def _compiled(
       compiled = compiled if same else compat.reloaded(compiled, *devices)
       if compiled is not None:
         return Executable(compiled, True)
-  return Executable(lowered.compile(), False)
+  return Executable(compilation(), False)
 
 
 def _used_last(call_list: CallList, donatable: set[Value]) -> dict[StageProgram, set[int]]:
