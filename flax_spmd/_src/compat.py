@@ -6,6 +6,7 @@ Supported: jax 0.10.2 and newer, flax 0.12.8 and newer. Each branch names the ve
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import io
@@ -1031,6 +1032,25 @@ def mlir_context() -> Any:
 def program_bytes(lowered: Any) -> bytes:
   """A lowered program as MLIR bytecode, with source locations."""
   return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
+
+
+def separate_compilation(lowered: Any) -> Callable[[], Any]:
+  """A function that compiles a program in another thread, while this one lowers more programs.
+
+  An MLIR context serves one thread at a time, and from JAX 0.12 on the programs that a thread lowers share one. A warning
+  in one thread then went to the compiler of another, and the process ended with SIGSEGV. So the function reads a copy of
+  the program, in a context of the thread that calls it.
+  """
+  code = program_bytes(lowered)
+
+  def compiled() -> Any:
+    own = copy.copy(lowered)
+    own._lowering = copy.copy(lowered._lowering)
+    with mlir.make_ir_context():
+      own._lowering._hlo = ir.Module.parse(code)
+    return own.compile()
+
+  return compiled
 
 
 def used_arguments(lowered: Any) -> list[int]:

@@ -68,8 +68,8 @@ def test_weights_are_gathered_in_each_task_or_once(once):
   arguments = weights, layout.shard(normal(4, 64, 8), ('batch', None))
   compiled = layout.pipeline_jit(step).compile(*arguments)
   gathering = {
-    each.program.name.partition('_')[0]
-    for each in compiled.executables.values()
+    program.name.partition('_')[0]
+    for program, each in compiled.executables.items()
     if 'all-gather(' in each.compiled.as_text()
   }
   assert gathering == ({'start'} if once else {'fwd', 'bwd'})

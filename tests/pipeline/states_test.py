@@ -1,7 +1,9 @@
 """States of pipelines: created on their stages, trained with different numbers of stages, saved and moved."""
 
 import functools
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -589,6 +591,27 @@ def test_programs_do_not_grow_with_the_microbatches():
     return sorted((one.name, len(one.equations), len(one.inputs), len(one.outputs)) for one in each)
 
   assert programs(4) == programs(64)
+
+
+def test_no_two_threads_share_a_context_of_programs():
+  """One that lowers a program while another compiles may end the process with SIGSEGV."""
+  contexts = defaultdict(list)  # by thread; kept, so that none is made anew at the place of another
+  lower, compile_ = jax.stages.Traced.lower, jax.stages.Lowered.compile
+
+  def noted(lowered):
+    contexts[threading.get_ident()].append(lowered.compiler_ir('stablehlo').context)
+    return lowered
+
+  with (
+    mock.patch.object(
+      jax.stages.Traced, 'lower', lambda *args, **options: noted(lower(*args, **options))
+    ),
+    mock.patch.object(jax.stages.Lowered, 'compile', lambda lowered: compile_(noted(lowered))),
+  ):
+    layout_of(2).pipeline_jit(two_products).compile(jnp.eye(32), jnp.ones((4, 8, 32)))
+  mine = {*map(id, contexts.pop(threading.get_ident()))}
+  others = [one for each in contexts.values() for one in {*map(id, each)}]
+  assert len(others) == len({*others} - mine) > 0
 
 
 def test_a_result_is_kept_where_its_argument_is_used():

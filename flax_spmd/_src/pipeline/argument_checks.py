@@ -61,11 +61,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def check_arrays(dynamic: tuple[tuple, dict[str, Any]]) -> None:
-  """Raises unless all arguments are arrays or numbers.
-
-  Raises:
-    PipelineError: the paths of those that are not.
-  """
+  """Raises PipelineError with the paths of the arguments that are neither arrays nor numbers."""
   strange = unexpected(named_arguments(dynamic))
   if strange:
     raise PipelineError(

@@ -64,11 +64,7 @@ def _refuse(
 
 
 def _warn(
-  schedule: Schedule,
-  loop: Loop,
-  programs: TaskPrograms,
-  free: list[TimedStep],
-  order: list[TimedStep],
+  schedule: Schedule, loop: Loop, programs: TaskPrograms, free: list[TimedStep], order: list[TimedStep]
 ) -> None:
   bubbles: dict[tuple[object, ...], float] = {}
   lines = []

@@ -5,7 +5,7 @@
 
 The phases, by module: `microbatch_loop` finds the loop; `stage_assignment` and `task_programs` cut it
 into programs; `outside_loop` assigns the other equations to ranks; `call_list` orders all calls by the
-schedule; `stage_lowering` lowers the programs, and `stage_compilation` compiles them; `machine` runs them.
+schedule; `stage_lowering` lowers and compiles the programs; `machine` runs them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
-from flax_spmd._src.pipeline.cut.equations import Constant, Value
+from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
@@ -60,11 +60,10 @@ from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
-from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
+from flax_spmd._src.pipeline.run.elementwise_specs import specs_of_groups
 from flax_spmd._src.pipeline.run.host_copies import with_host_copies
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
-from flax_spmd._src.pipeline.run.stage_compilation import compile_stages
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule, timed_steps
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
@@ -87,8 +86,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
 
   Args:
-    fn: function to run.
-    mesh, rules: mesh and rule table of the layout.
+    fn, mesh, rules: the function, and the layout.
     plan_results: see `Jitted`.
     plan_inputs: function from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding
       (or None) of each leaf. None: arguments keep their shardings.
@@ -278,10 +276,9 @@ class TracedPipelineStep:
     if schedule is not None:
       order = carried_order.with_waits(schedule, step.loop, programs, order, self._setting.reported)
     joined = outside_loop.join(step, programs, ranks)
-    assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
     arguments = step.arguments, self._succeeded(step, joined.results)
-    builder = CallListBuilder(joined, assignment, programs, order, ranks, *arguments, several)
+    builder = CallListBuilder(joined, programs, order, ranks, *arguments, several)
     call_list, after = builder.build(), self._setting.host_after
     if after is not None:
       sums = {one.after for one in programs.accumulators if not one.passed}
@@ -416,7 +413,7 @@ class LoweredPipelineStep:
     begin = time.perf_counter()
     mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
     self._check_agreement(stages)
-    executables = compile_stages(stages)
+    executables = stages.compile()
     if has_windows(self._traced.jaxpr, setting.ranks[0]):
       programs = (one.lowered for one in stages.programs.values())
       warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
@@ -458,9 +455,8 @@ class LoweredPipelineStep:
     batch = step.batch
 
     def is_own(number: int) -> bool:
-      is_key = jax.dtypes.issubdtype(request.avals[number].dtype, jax.dtypes.prng_key)
       alone = not step.loop.once or len(of_argument[paths[number]]) < 2
-      return step.arguments[number] in batch and alone and not is_key
+      return step.arguments[number] in batch and alone and not is_key(request.avals[number])
 
     return [each if is_own(number) else everyone for number, each in enumerate(users)]
 
@@ -511,20 +507,15 @@ class LoweredPipelineStep:
     """The specs that are known before compilation."""
     step, joined, traced = self._step, self._joined, self._traced
     specs = dict(zip(step.arguments, traced._request.specs, strict=True))
-    planned = {
-      atom: spec
-      for atom, spec in zip(joined.results, traced._planned, strict=True)
-      if spec is not None and isinstance(atom, Value)
-    }
+    results = zip(joined.results, traced._planned, strict=True)
+    planned = {value: spec for value, spec in results if spec is not None}
     axis, sizes = traced._setting.axis, traced._setting.sizes
     closed_over = {
       buffer.value: submeshes.spec_of(buffer.value.array, axis, sizes)
       for buffer in self.call_list.given
       if isinstance(buffer.value, Constant)
     }
-    groups = ElementwiseGroups(joined.equations)
     versions = [self._versions(one) for one in self.programs.accumulators]
-    for each in versions:
-      groups.merge(*each)
-    results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
-    return groups.specs(specs | planned, [*chain(*versions), *results]) | planned | closed_over | specs
+    unknown = [*chain(*versions), *(value for value in joined.results if value not in specs)]
+    grouped = specs_of_groups(joined.equations, versions, specs | planned, unknown)
+    return grouped | planned | closed_over | specs

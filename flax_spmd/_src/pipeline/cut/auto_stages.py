@@ -152,7 +152,8 @@ def cost(equation: Any) -> float:
 
   Matrix products, convolutions and table look-ups count. Everything else is small, or fused with them.
   """
-  inside = [_inside(jaxpr) for jaxpr in compat.jaxprs_in(equation.params)]
+  jaxprs = map(compat.jaxpr_parts, compat.jaxprs_in(equation.params))
+  inside = [sum(map(cost, jaxpr.equations)) for jaxpr in jaxprs]
   name = equation.primitive.name
   if inside:
     times = equation.params['length'] if name == 'scan' else 1
@@ -165,10 +166,6 @@ def cost(equation: Any) -> float:
     return 0
   read = results if name in _READS else operands  # a look-up reads as many bytes as it returns
   return max(flops, FLOPS_PER_BYTE * sum(Value(aval).bytes for aval in (*read, *results)))
-
-
-def _inside(jaxpr: Any) -> float:
-  return sum(map(cost, compat.jaxpr_parts(jaxpr).equations))
 
 
 def _dot(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ class Constant(Value):
 
 
 Atom: TypeAlias = Value | Literal
+Reader = TypeVar('Reader')
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -189,7 +191,7 @@ _LARGE_LITERAL = 16  # elements
 def traced(
   fn: Callable[..., Any], *inputs: Atom, known: dict[Any, Any] | None = None
 ) -> tuple[list[Equation], list[Value]]:
-  """The equations of a function of arrays that returns a list of arrays.
+  """The equations of a function of arrays, and its results.
 
   Args:
     fn: the function.
@@ -232,6 +234,15 @@ def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equat
   return kept[::-1]
 
 
+def readers(read: Iterable[tuple[Reader, Iterable[Value]]]) -> dict[Value, list[Reader]]:
+  """The readers of each value, from what each of them reads."""
+  found: dict[Value, list[Reader]] = defaultdict(list)
+  for reader, values in read:
+    for value in values:
+      found[value].append(reader)
+  return found
+
+
 def free_values(equations: Iterable[Equation]) -> list[Value]:
   """The values that equations read but do not compute, in the order of their first use."""
   computed: set[Value] = set()
@@ -265,6 +276,11 @@ def _number(literal: Literal) -> Any:
     return literal.val
   number = value.item()
   return number if jax.dtypes.result_type(number) == abstract(literal).dtype else literal.val
+
+
+def is_key(aval: Any) -> bool:
+  """Whether an array is one of random keys."""
+  return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def abstract(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -144,13 +144,6 @@ def _has_microbatches(scan: Equation) -> bool:
   )
 
 
-def _marks_in(equation: Equation) -> set[str]:
-  """The marks inside an equation: directions of stage ends, and 'microbatch'."""
-  return _directions(equation, stage_end_p) | {
-    'microbatch' for _ in eq.occurrences(equation, microbatch_p)
-  }
-
-
 def _directions(equation: Equation, primitive: Any) -> set[str]:
   return {one.params['direction'] for one in eq.occurrences(equation, primitive)}
 
@@ -164,7 +157,7 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
       'No stage ends in this function.\nFix: write x = flax_spmd.pipeline.stage_end(x) in the model, '
       'between two stages.'
     )
-  around = [one for one in within if one.name != 'scan' and 'microbatch' in _marks_in(one)]
+  around = [one for one in within if one.name != 'scan' and microbatch_p in marks_inside(one)]
   if around:
     raise PipelineError(
       'The microbatch loop is inside another operation, where it cannot be run as a pipeline:\n'
@@ -173,7 +166,7 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
     )
   if not loops or len(loops) < len(within):
     check_outside([one for one in within if one not in loops])
-  directions = list(map(_marks_in, loops))
+  directions = [_directions(one, stage_end_p) for one in loops]
   if any('backward' in each and 'forward' not in each for each in directions):
     raise PipelineError(
       f'Gradients are taken of the microbatch loop at {loops[0].source_line}, and a pipeline takes them '
@@ -269,7 +262,7 @@ def _on_every_device(
       others = [PartitionSpec.UNCONSTRAINED] * (len(eq.abstract(array).shape) - 1)
       sharding = NamedSharding(mesh, PartitionSpec(None, *others))
       new, [loop.inputs[number]] = eq.traced(
-        lambda x: [lax.with_sharding_constraint(x, sharding)],  # noqa: B023
+        lambda x: lax.with_sharding_constraint(x, sharding),  # noqa: B023
         array,
       )
       constraints += new
@@ -283,15 +276,12 @@ def _rows_taken(rows: Mapping[Value, Atom], index: Value) -> list[Equation]:
   """
   taken: list[Equation] = []
   traces: dict[Any, Any] = {}
+  row = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
   for value, whole in rows.items():
-    equations, _ = eq.traced(_row, whole, index, known=traces)
+    equations, _ = eq.traced(row, whole, index, known=traces)
     equations[-1].outputs = [value]
     taken += equations
   return taken
-
-
-def _row(whole: Any, index: Any) -> list[Any]:
-  return [lax.dynamic_index_in_dim(whole, index, keepdims=False)]
 
 
 def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Value]]:

@@ -8,7 +8,6 @@ masks) runs on every rank that reads its results.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections import defaultdict
@@ -34,27 +33,34 @@ class JoinedStep(NamedTuple):
 
   Attributes:
     equations: the equations outside the loop, in a valid order.
+    bound: those that depend on the loop, by level and rank. A level reads values that other ranks computed in the
+      levels before.
+    free: those that depend on arguments alone, which any rank can run.
+    rank_of: the rank of every value that depends on the loop.
     indices: the number of each microbatch, as arrays.
     start: the initial value of each accumulator.
     kept: for each result of a function without a loop, its value outside.
     stacks: for each result of a microbatch, the array with a row for each microbatch.
     results: outputs of the step.
-    invariants: values that every pass of the loop reads.
-    rank_of: the rank that computes each value that comes from the loop.
   """
 
   equations: list[Equation]
+  bound: dict[tuple[int, int], list[Equation]]
+  free: list[Equation]
+  rank_of: dict[Value, int]
   indices: list[Constant]
   start: dict[Accumulator, Value]
   kept: dict[Value, Value]
   stacks: dict[Value, Value]
   results: list[Value]
-  invariants: list[Value]
-  rank_of: dict[Value, int]
+
+  def closure(self, values: Iterable[Atom]) -> list[Equation]:
+    """The free equations that values depend on, in order."""
+    return eq.needed(self.free, values)
 
 
 def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) -> JoinedStep:
-  """Connects the equations outside the loop to its task programs."""
+  """Connects the equations outside the loop to its task programs, and assigns them to ranks."""
   loop, body, producer = step.loop, programs.body, programs.producers()
   before: list[Equation] = []
   traces: dict[Any, Any] = {}
@@ -64,7 +70,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   start: dict[Accumulator, Value] = {}
   parts: dict[int, list[Value]] = defaultdict(list)  # of each value that the loop carries
   for one in programs.accumulators:
-    initial = _copied if one.first else _zeros  # a copy, since the first update overwrites it
+    initial = jnp.copy if one.first else jnp.zeros_like  # a copy, since the first update overwrites it
     computed, [start[one]] = eq.traced(initial, loop.starts[one.origin], known=traces)
     before += computed
     parts[one.origin].append(one.final)
@@ -85,26 +91,16 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
   equations = [*step.before, *before, *after, *(one.renamed(known) for one in step.after)]
   results = eq.resolved(known, step.results)
-  return JoinedStep(equations, indices, start, kept, stacks, results, body.invariants, rank_of)
-
-
-def _copied(x: Any) -> list[Any]:
-  return [jnp.copy(x)]
-
-
-def _zeros(x: Any) -> list[Any]:
-  return [jnp.zeros_like(x)]
-
-
-def _added(a: Any, b: Any) -> list[Any]:
-  return [lax.add(a, b)]
+  live = eq.needed(equations, [*results, *body.invariants, *start.values()])
+  bound, free = _assigned(live, rank_of)
+  return JoinedStep(equations, bound, free, rank_of, indices, start, kept, stacks, results)
 
 
 def _total(parts: list[Value], equations: list[Equation]) -> Value:
   """The total of the sums of several stages."""
   total = parts[0]
   for part in parts[1:]:
-    added, [total] = eq.traced(_added, total, part)
+    added, [total] = eq.traced(lax.add, total, part)
     equations += added
   return total
 
@@ -120,7 +116,7 @@ def _unprocessed(loop: Loop, body: Body, value: Value, equations: list[Equation]
   """A stacked result that no task computes: the batch itself, or an invariant, broadcast."""
   if value in body.rows:
     return body.rows[value]
-  repeating, [stack] = eq.traced(lambda x: [jnp.broadcast_to(x, (loop.count, *jnp.shape(x)))], value)
+  repeating, [stack] = eq.traced(lambda x: jnp.broadcast_to(x, (loop.count, *jnp.shape(x))), value)
   equations += repeating
   return stack
 
@@ -128,34 +124,14 @@ def _unprocessed(loop: Loop, body: Body, value: Value, equations: list[Equation]
 # -- ranks
 
 
-@dataclasses.dataclass
-class RankAssignment:
-  """The ranks of the equations outside the loop.
-
-  Attributes:
-    bound: the equations that depend on the loop, by level and rank. A level reads values that other
-      ranks computed in the levels before.
-    free: the equations that depend on arguments alone, which any rank can run.
-    rank_of: the rank of every value that depends on the loop.
-  """
-
-  bound: dict[tuple[int, int], list[Equation]]
-  free: list[Equation]
-  rank_of: dict[Value, int]
-
-  def closure(self, values: Iterable[Atom]) -> list[Equation]:
-    """The free equations that values depend on, in order."""
-    return eq.needed(self.free, values)
-
-
-def assign_ranks(joined: JoinedStep) -> RankAssignment:
-  """Assigns the equations outside the loop to ranks."""
-  rank_of = dict(joined.rank_of)
+def _assigned(
+  equations: list[Equation], rank_of: dict[Value, int]
+) -> tuple[dict[tuple[int, int], list[Equation]], list[Equation]]:
+  """The equations that depend on the loop, by level and rank, and the others; adds the ranks of their results."""
   level: dict[Value, int] = {}
   bound: dict[tuple[int, int], list[Equation]] = defaultdict(list)
   free: list[Equation] = []
-  outputs = [*joined.results, *joined.invariants, *joined.start.values()]
-  pending = eq.needed(joined.equations, outputs)[::-1]
+  pending = equations[::-1]
   split: set[Equation] = set()
   while pending:
     equation = pending.pop()
@@ -175,7 +151,7 @@ def assign_ranks(joined: JoinedStep) -> RankAssignment:
     bound[at, rank].append(equation)
     rank_of.update(dict.fromkeys(equation.outputs, rank))
     level.update(dict.fromkeys(equation.outputs, at))
-  return RankAssignment(dict(sorted(bound.items(), key=lambda item: item[0])), free, rank_of)
+  return dict(sorted(bound.items(), key=lambda item: item[0])), free
 
 
 def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
@@ -185,12 +161,12 @@ def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
     PipelineError: it does not depend on the loop.
   """
   anchor = equation.inputs[1]
-  if anchor not in operands:
+  if not isinstance(anchor, Value) or anchor not in operands:
     raise PipelineError(
       f'place_with at {equation.source_line}: the anchor does not depend on the microbatch loop, so it is '
       'on no particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
     )
-  return [value for value in operands if value is anchor]
+  return [anchor]
 
 
 def result_sources(equation: Equation, given: Sequence[int]) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -36,22 +35,10 @@ CHEAP = VIEWS | frozenset(_ELEMENTWISE.split())
 """Memory-bound elementwise operations, cheaper to repeat than to store their results."""
 
 
-class Recomputation(NamedTuple):
-  """The equations of a forward that its backward evaluates.
-
-  Attributes:
-    moved: equations evaluated in the backward only.
-    repeated: equations evaluated in both.
-  """
-
-  moved: set[Equation]
-  repeated: set[Equation]
-
-
 def choose(
   forward: Sequence[Equation], used: set[Value], outputs: set[Value], available: set[Value]
-) -> Recomputation:
-  """Chooses the residuals of a stage that take the fewest bytes.
+) -> tuple[set[Equation], set[Equation]]:
+  """The equations that a stage's backward evaluates alone, and those in both passes, for the fewest bytes of residuals.
 
   Args:
     forward: the equations of its forward.
@@ -63,10 +50,10 @@ def choose(
     >>> from flax_spmd._src.pipeline.cut.equations import Value, traced
     >>> x = Value(jax.typeof(jnp.ones((8, 8))))
     >>> (product, sine, half), [result] = traced(lambda x: [jnp.sin(x @ x) * 0.5], x)
-    >>> choose([product, sine, half], set(half.outputs), set(), {x}).repeated == set()
+    >>> choose([product, sine, half], set(half.outputs), set(), {x})[1] == set()
     True
-    >>> result = choose([product, sine, half], {*sine.outputs, *half.outputs}, set(half.outputs), set())
-    >>> result.repeated == {half}  # the sine is kept: both follow from it
+    >>> _, repeated = choose([product, sine, half], {*sine.outputs, *half.outputs}, set(half.outputs), set())
+    >>> repeated == {half}  # the sine is kept: both follow from it
     True
   """
   capacities: dict[tuple[Hashable, Hashable], float] = defaultdict(float)
@@ -98,7 +85,7 @@ def choose(
         add(user, equation)
   in_forward = _source_side(capacities)
   in_backward = {equation for equation in forward if equation not in in_forward}
-  return Recomputation(in_backward - required, in_backward & required)
+  return in_backward - required, in_backward & required
 
 
 _SOURCE, _SINK = 'forward', 'backward'

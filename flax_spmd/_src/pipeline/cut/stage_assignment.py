@@ -194,11 +194,7 @@ _FIXES = {
 
 
 def check_outside(equations: Sequence[Equation]) -> None:
-  """Raises if marks are inside other operations, which cannot be cut.
-
-  Raises:
-    PipelineError: the operations with marks inside.
-  """
+  """Raises PipelineError with the operations that have marks inside, and cannot be cut."""
   nested: dict[str, dict[str, None]] = defaultdict(dict)
   fixes: dict[str, None] = {}
   for equation in equations:

@@ -139,27 +139,21 @@ def _define(primitive: Primitive, results: Callable[[Sequence[Any]], Sequence[An
 
 
 def _identity(name: str) -> Primitive:
-  """A primitive that returns its operands, of any number."""
+  """A primitive that returns its operands, of any number.
+
+  Its derivatives are the same primitive, with another `direction`. Tangents of integers are symbolic zeros, which are
+  not bound.
+  """
   primitive = Primitive(name)
   _define(primitive, lambda operands: operands)
 
   def batch(operands, dimensions, **params):
     return primitive.bind(*operands, **params), dimensions
 
-  batching.primitive_batchers[primitive] = batch
-  return primitive
-
-
-def _differentiable(primitive: Primitive) -> None:
-  """Defines the derivatives of an identity: the same primitive, with another `direction`.
-
-  Tangents of integers are symbolic zeros, which are not bound.
-  """
-
   def bind(values, direction, **params):
     """Binds the values that are not symbolic zeros; a list with None for the others."""
     nonzero = [value for value in values if type(value) is not ad.Zero]
-    bound = iter(primitive.bind(*nonzero, **(params | {'direction': direction})) if nonzero else ())
+    bound = iter(primitive.bind(*nonzero, direction=direction, **params) if nonzero else ())
     return [None if type(value) is ad.Zero else next(bound) for value in values]
 
   def jvp(primals, tangents, **params):
@@ -170,8 +164,10 @@ def _differentiable(primitive: Primitive) -> None:
   def transpose(cotangents, *_, **params):
     return bind(cotangents, **(params | {'direction': 'backward'}))
 
+  batching.primitive_batchers[primitive] = batch
   ad.primitive_jvps[primitive] = jvp
   ad.primitive_transposes[primitive] = transpose
+  return primitive
 
 
 stage_end_p = _identity('stage_end')
@@ -193,10 +189,6 @@ batching.primitive_batchers[place_with_p] = lambda operands, dimensions: (
   dimensions[:1],
 )
 ad.primitive_jvps[place_with_p] = lambda primals, tangents: (place_with_p.bind(*primals), tangents[:1])
-
-_differentiable(stage_end_p)
-_differentiable(may_end_p)
-_differentiable(microbatch_p)
 
 MARKS = stage_end_p, may_end_p, microbatch_p
 _inside: weakref.WeakKeyDictionary[Any, frozenset[Primitive]] = weakref.WeakKeyDictionary()

@@ -156,7 +156,7 @@ def _copy_moved(cut: StageAssignment) -> None:
     return first.get(body.carried[index], positions.at(0))
 
   def copied(value: Value, index: int) -> Value:
-    equations, [copy] = eq.traced(lambda x: [jnp.copy(x)], value)
+    equations, [copy] = eq.traced(jnp.copy, value)
     cut.position.update(dict.fromkeys(equations, position(index)))
     added.extend(equations)
     return copy
@@ -278,12 +278,10 @@ def _choose_residuals(
     outputs = results.union(*(one.values for equations in others for one in equations))
     later = {value for at in list(members) if at > stage for one in members[at] for value in one.outputs}
     used = {value for one in members[back] for value in one.values} - later - available
-    choice = residuals.choose(members[stage], used, outputs, available)
-    for equation in choice.moved:
-      cut.position[equation] = back
-    members[back] += choice.moved
-    members[stage] = [one for one in members[stage] if one not in choice.moved]
-    repeated[back] = choice.repeated
+    moved, repeated[back] = residuals.choose(members[stage], used, outputs, available)
+    cut.position.update(dict.fromkeys(moved, back))
+    members[back] += moved
+    members[stage] = [one for one in members[stage] if one not in moved]
   return repeated
 
 
@@ -359,7 +357,8 @@ def _accumulators(
 ) -> list[Accumulator]:
   """The carried values that tasks update, without those that stay unchanged."""
   producer = {value: key for key, task in tasks.items() for value in task.outputs}
-  users_of, users = _readers_of(body.equations), readers(tasks)
+  users_of = eq.readers((one, one.values) for one in body.equations)
+  users = eq.readers((key, task.inputs) for key, task in tasks.items())
   accumulators = []
   taken = set(body.kept)
   for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
@@ -376,15 +375,6 @@ def _accumulators(
   return accumulators
 
 
-def readers(tasks: Mapping[Key, TaskProgram]) -> dict[Value, list[Key]]:
-  """The tasks that read each value."""
-  found: dict[Value, list[Key]] = defaultdict(list)
-  for key, task in tasks.items():
-    for value in task.inputs:
-      found[value].append(key)
-  return found
-
-
 def waits(accumulators: Iterable[Accumulator]) -> dict[Key, list[Key]]:
   """For each task, those of the microbatch before that it waits for, since it reads what they set."""
   found: dict[Key, list[Key]] = defaultdict(list)
@@ -392,15 +382,6 @@ def waits(accumulators: Iterable[Accumulator]) -> dict[Key, list[Key]]:
     for task in one.waiting:
       found[task].append(one.task)
   return found
-
-
-def _readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
-  """The equations that read each value, one for each time."""
-  readers: dict[Value, list[Equation]] = defaultdict(list)
-  for one in equations:
-    for value in one.values:
-      readers[value].append(one)
-  return readers
 
 
 _REDUCTIONS = {'add': '+', 'add_any': '+', 'sub': '+', 'mul': '*', 'div': '*'} | {
@@ -427,7 +408,7 @@ def _is_reduction(before: Value, after: Value, readers: Mapping[Value, list[Equa
 
 def _copied(value: Value, task: TaskProgram) -> Value:
   """A copy of a result of a task. An accumulator is overwritten, and others read this result later."""
-  equations, [copy] = eq.traced(lambda x: [jnp.copy(x)], value)
+  equations, [copy] = eq.traced(jnp.copy, value)
   task.equations, task.outputs = [*task.equations, *equations], [*task.outputs, copy]
   return copy
 

@@ -22,12 +22,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.data.common_values import (
-  CommonPiece,
-  common_shards,
-  value_parts,
-  value_problems,
-)
+from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
 from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.multihost import (
   CALLS,
@@ -85,11 +80,7 @@ def check_same_pipeline(
 
 
 def _compare(
-  topic: str,
-  members: tuple[int, ...],
-  texts: Mapping[str, str],
-  pieces: Iterable[CommonPiece],
-  fix: str,
+  topic: str, members: tuple[int, ...], texts: Mapping[str, str], pieces: Iterable[CommonPiece], fix: str
 ) -> None:
   """Raises on every process unless texts and values are equal; reports the first text that differs, or all values."""
   differing = differing_parts(topic, members, {**texts, **value_parts(pieces)}, CALLS, TIMEOUT)
@@ -156,15 +147,12 @@ def check_same_arguments(
 def check_same_state(
   setting: Setting, arrays: Sequence[tuple[str, Any]], programs: Iterable[tuple[str, Any]]
 ) -> None:
-  """Raises on every process unless all create a state by the same programs from equal arrays.
+  """Raises LayoutError on every process unless all create a state by the same programs from equal arrays.
 
   Args:
     setting: the settings of the pipeline.
     arrays: the arguments of the function that creates it, with their paths.
     programs: the lowered programs, with a name each.
-
-  Raises:
-    LayoutError: the paths and values of the arrays, or the lines of the programs, that differ, and the processes.
   """
   members = setting.processes
   lines = [line for name, lowered in programs for line in _operations(name, lowered)]
@@ -243,7 +231,8 @@ def program_lines(stages: LoweredStages) -> Iterator[str]:
 def _operations(name: str, lowered: Any) -> Iterator[str]:
   """The lines of a lowered program, each after its name."""
   for line in lowered.as_text().splitlines():
-    yield f'{name}: {_ELEMENTS.sub(_digest, line.strip())}'
+    text = _ELEMENTS.sub(lambda elements: f'digest {_text_digest(elements[0])}', line.strip())
+    yield f'{name}: {text}'
 
 
 def callback_lines(jaxpr: Any) -> Iterator[str]:
@@ -270,10 +259,6 @@ def _code_text(code: CodeType) -> str:
     for one in code.co_consts
   ]
   return f'{code.co_code.hex()} {code.co_names} {constants}'
-
-
-def _digest(elements: re.Match[str]) -> str:
-  return f'digest {_text_digest(elements[0])}'
 
 
 def _text_digest(text: str) -> str:

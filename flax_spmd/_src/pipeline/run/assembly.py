@@ -27,26 +27,15 @@ from flax_spmd._src.pipeline.run.process_transfer import (
   ProcessTransfers,
   is_copied_by_jax,
 )
-from flax_spmd._src.pipeline.run.stage_compilation import Executable
-from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
+from flax_spmd._src.pipeline.run.stage_lowering import Executable, LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh, view
 
 
 class Assembler:
-  """Assembles a call list into a machine.
-
-  Args:
-    stages: the lowered programs of the step.
-    executables: the compiled programs.
-    mesh, axis: the whole mesh, and its stage axis.
-  """
+  """Assembles the lowered and compiled programs of a step into a machine, on the whole mesh and its stage axis."""
 
   def __init__(
-    self,
-    stages: LoweredStages,
-    executables: Mapping[StageProgram, Executable],
-    mesh: Mesh,
-    axis: str,
+    self, stages: LoweredStages, executables: Mapping[StageProgram, Executable], mesh: Mesh, axis: str
   ):
     self._stages, self._call_list, self._executables = stages, stages.call_list, executables
     self._mesh, self._axis = mesh, axis

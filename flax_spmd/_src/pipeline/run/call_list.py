@@ -25,8 +25,8 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
-from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms, readers
+from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
 from flax_spmd._src.text import plural
@@ -175,9 +175,10 @@ class CallList:
   @functools.cached_property
   def ends(self) -> dict[int, list[Buffer]]:
     """The buffers whose last use is a call or send, by its index; those of results have none."""
+    returned = set().union(*self.results.values())
     ends: dict[int, list[Buffer]] = {}
     for buffer, number in self.last_use.items():
-      if buffer not in self.returned:
+      if buffer not in returned:
         ends.setdefault(number, []).append(buffer)
     return ends
 
@@ -191,22 +192,14 @@ class CallList:
     """The other buffers: arguments and closed-over arrays."""
     return [buffer for buffer in self.last_use if buffer not in self.written]
 
-  @functools.cached_property
-  def returned(self) -> set[Buffer]:
-    """The buffers of all results."""
-    return set().union(*self.results.values())
-
 
 class CallListBuilder:
   """Builds the call list of a step.
 
   Args:
-    joined: the step, with its loop replaced by task programs.
-    assignment: the ranks of the equations outside the loop.
-    programs: the task programs.
+    joined, programs: the step, with its loop replaced by task programs.
     order: the tasks of all ranks in the schedule's order, by start.
-    stage_ranks: the rank of each stage.
-    arguments: the arguments of the step.
+    stage_ranks, arguments: the rank of each stage, and the arguments of the step.
     succeeded: the argument whose place each result takes in the next step. The result is sent to the
       ranks that use the argument.
     broadcast_small: whether results up to 512 bytes, of a state the scalars, are sent to every rank. Set when
@@ -216,7 +209,6 @@ class CallListBuilder:
   def __init__(
     self,
     joined: JoinedStep,
-    assignment: RankAssignment,
     programs: TaskPrograms,
     order: Sequence[TimedStep],
     stage_ranks: Sequence[int],
@@ -224,14 +216,14 @@ class CallListBuilder:
     succeeded: Mapping[Value, Value],
     broadcast_small: bool = False,
   ):
-    self._joined, self._assignment, self._programs = joined, assignment, programs
+    self._joined, self._programs = joined, programs
     self._order, self._stage_ranks, self._broadcast_small = order, stage_ranks, broadcast_small
     self._arguments, self._succeeded = set(arguments), succeeded
     self._ranks = range(max(stage_ranks) + 1)
     self._producer = programs.producers()
     self._before = {one.before: one for one in programs.accumulators}
     self._after = {one.after: one for one in programs.accumulators}
-    self._readers = readers(programs.tasks)
+    self._readers = eq.readers((key, task.inputs) for key, task in programs.tasks.items())
     self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[Any, ...], StageProgram] = {}
     self._shared: dict[StageProgram, dict[Value, Buffer]] = defaultdict(dict)
@@ -248,7 +240,7 @@ class CallListBuilder:
 
   def build(self) -> CallList:
     """The whole step."""
-    starts = {rank: self._assignment.closure(values) for rank, values in self._needed.items()}
+    starts = {rank: self._joined.closure(values) for rank, values in self._needed.items()}
     ends, result_ranks = self._ends(starts)
     read = {key: eq.free_values(equations) for key, equations in ends.items()}
     calls = [_call_once(program) for program in self._start_programs(starts, read)]
@@ -414,27 +406,25 @@ class CallListBuilder:
 
   def _ends(self, starts: Mapping[int, list[Equation]]):
     """The equations after the loop, by level and rank; and the ranks of each result."""
-    ends = {key: list(equations) for key, equations in self._assignment.bound.items()}
+    ends = {key: list(equations) for key, equations in self._joined.bound.items()}
     needed: dict[int, list[Value]] = defaultdict(list)
     for (_, rank), equations in ends.items():
-      needed[rank] += [
-        value for value in eq.free_values(equations) if value not in self._assignment.rank_of
-      ]
+      needed[rank] += [value for value in eq.free_values(equations) if value not in self._joined.rank_of]
     uses = {
-      rank: set(eq.free_values([*starts[rank], *self._assignment.closure(needed[rank])]))
+      rank: set(eq.free_values([*starts[rank], *self._joined.closure(needed[rank])]))
       | {*self._needed[rank], *needed[rank]}
       for rank in self._ranks
     }
     result_ranks: dict[Value, list[int]] = {}
     for value in dict.fromkeys(self._joined.results):
-      if not isinstance(value, Value) or value in self._arguments or isinstance(value, Constant):
+      if value in self._arguments or isinstance(value, Constant):
         continue
       result_ranks[value] = self._ranks_of(value, uses)
-      for rank in result_ranks[value] if value not in self._assignment.rank_of else ():
+      for rank in result_ranks[value] if value not in self._joined.rank_of else ():
         needed[rank].append(value)
     for rank in self._ranks:
       done = set(starts[rank])
-      free = [one for one in self._assignment.closure(needed[rank]) if one not in done]
+      free = [one for one in self._joined.closure(needed[rank]) if one not in done]
       if free:
         ends[0, rank] = [*free, *ends.get((0, rank), ())]
     return dict(sorted(ends.items())), result_ranks
@@ -444,13 +434,13 @@ class CallListBuilder:
 
     A result of arguments alone is kept by the ranks that use its arguments anyway.
     """
-    if value in self._assignment.rank_of:
-      producer, argument = self._assignment.rank_of[value], self._succeeded.get(value)
+    if value in self._joined.rank_of:
+      producer, argument = self._joined.rank_of[value], self._succeeded.get(value)
       # of a state the scalars alone: its biases and norms would be sent by every rank to every other
       small = value.bytes <= _SMALL_RESULT and (argument is None or not value.aval.shape)
       everywhere = self._broadcast_small and small
       return [rank for rank in self._ranks if everywhere or rank == producer or argument in uses[rank]]
-    needs = set(eq.free_values(self._assignment.closure([value])))
+    needs = set(eq.free_values(self._joined.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
     ranks = ranks or list(self._ranks)
     return ranks if value.bytes <= _LARGE_RESULT else ranks[:1]
@@ -473,17 +463,14 @@ class CallListBuilder:
     self, ends: Mapping[tuple[int, int], list[Equation]], read, result_ranks
   ) -> list[StageProgram]:
     """The programs after the loop, with only those outputs that are read."""
-    readers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
-    for key, values in read.items():
-      for value in values:
-        readers[value].add(key)
+    readers = eq.readers(read.items())
     programs = []
     for (level, rank), equations in ends.items():
       outputs = [
         value
         for one in equations
         for value in one.outputs
-        if rank in result_ranks.get(value, ()) or readers[value] - {(level, rank)}
+        if rank in result_ranks.get(value, ()) or {*readers[value]} - {(level, rank)}
       ]
       if outputs or any(one.has_effects for one in equations):
         name = f'end_{rank}' + (f'_{level}' if level else '')
@@ -506,7 +493,7 @@ def _stack_program(
   index = Value(jax.typeof(np.uint32(0)))
   for value, stack in zip(values, stacks, strict=True):
     if first:
-      new, results = eq.traced(lambda row: [jnp.broadcast_to(row, stack.aval.shape)], value)  # noqa: B023
+      new, results = eq.traced(lambda row: jnp.broadcast_to(row, stack.aval.shape), value)  # noqa: B023
     else:
       new, results = eq.traced(_with_row, stack, value, index)
     equations += new
@@ -516,15 +503,18 @@ def _stack_program(
   return StageProgram(name, rank, equations, inputs, outputs)
 
 
-def _with_row(stack: Any, row: Any, index: Any) -> list[Any]:
+def _with_row(stack: Any, row: Any, index: Any) -> Any:
   new = lax.dynamic_update_index_in_dim(stack, row, index, 0)
   if jax.typeof(stack).weak_type:  # the update has none
     new = convert_element_type_p.bind(new, new_dtype=new.dtype, weak_type=True, sharding=None)
-  return [new]
+  return new
 
 
 def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]) -> list[Call | Send]:
   """The calls, with the sends of their results to other ranks, in order of time.
+
+  Calls of the loop sort by time, with ends before starts; those without a duration keep their order. Calls
+  before the loop come first and calls after it last, in the order given.
 
   A result is sent as soon as its task ends. So when a rank waits for one (as a process does), no other
   call of that rank could have run instead.
@@ -540,32 +530,22 @@ def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]
     if value in receivers:
       senders[value, microbatch] = min(senders.get((value, microbatch), rank), rank)
   timed: list[tuple[tuple[float, bool], Call | Send]] = []
+  outside = -math.inf
   for call in calls:
     sends: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in call.outputs:
       if buffer.value in receivers and buffer.rank == senders[buffer[:2]]:
         for receiver in receivers[buffer.value].get(buffer.microbatch, ()):
           sends[receiver].append(buffer)
-    begin, end = _times(call, timed)
+    if call.when is None:
+      begin = end = outside, True
+    else:
+      start, stop = (call.when.end if call.stores else call.when.start), call.when.end
+      begin, end = (start, True), (stop, start == stop)
+      outside = math.inf
     timed.append((begin, call))
     timed += [
       (end, Send(buffers, [one._replace(rank=receiver) for one in buffers]))
       for receiver, buffers in sends.items()
     ]
   return [one for _, one in sorted(timed, key=lambda item: item[0])]
-
-
-def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple[float, bool]]:
-  """Sort keys of a call and of the sends of its results.
-
-  Calls of the loop sort by time, with ends before starts; those without a duration keep their order. Calls
-  before the loop come first and calls after it last, in the order given.
-  """
-  if call.when is not None and call.stores:
-    return (call.when.end, True), (call.when.end, True)
-  if call.when is not None:
-    start, end = call.when.start, call.when.end
-    return (start, True), (end, start == end)
-  begun = any(isinstance(one, Call) and one.when is not None for _, one in before)
-  at = math.inf if begun else -math.inf
-  return (at, True), (at, True)

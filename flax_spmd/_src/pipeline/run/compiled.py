@@ -23,7 +23,7 @@ from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.rank_watch import RankWatch
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
-from flax_spmd._src.pipeline.run.stage_compilation import Executable
+from flax_spmd._src.pipeline.run.stage_lowering import Executable
 from flax_spmd._src.pipeline.run.state_init import init_on_stages
 from flax_spmd._src.pipeline.schedules.tasks import Task, parse
 from flax_spmd._src.text import first_lines
@@ -37,12 +37,9 @@ class CompiledPipeline:
   """A pipeline that can be run on arguments of one structure.
 
   Args:
-    setting: the settings of the pipeline.
-    request: the arguments that it was compiled for.
-    result: tree structure of the result.
+    setting, request, result: the settings, the arguments that it was compiled for, the tree structure of the result.
     name: name of the pipeline, equal on all of its processes and unlike that of any other.
     holders: per argument, the processes that have to pass the same value.
-    machine, executables, memory, host_memory, times: the attributes.
 
   Attributes:
     machine: the instructions and registers that run a step.

@@ -7,7 +7,7 @@ element form a group, and all values of a group share one spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -20,36 +20,38 @@ _BY_ELEMENT = residuals.CHEAP - residuals.VIEWS - {'reduce_max', 'reduce_sum', '
 }
 
 
-class ElementwiseGroups:
-  """Groups of values that are combined element by element, as a union-find structure."""
+def specs_of_groups(
+  equations: Iterable[Equation],
+  groups: Iterable[Sequence[Value]],
+  known: Mapping[Value, PartitionSpec],
+  values: Iterable[Value],
+) -> dict[Value, PartitionSpec]:
+  """The specs of values in groups with a known spec; other values are left out.
 
-  def __init__(self, equations: Iterable[Equation]):
-    self._parent: dict[Value, Value] = {}
-    for one in equations:
-      if one.name in _BY_ELEMENT and one.outputs[0].aval.shape:
-        self.merge(
-          *(each for each in (*one.values, one.outputs[0]) if _same_shape(each, one.outputs[0]))
-        )
+  Args:
+    equations: those whose operands and results form groups.
+    groups: more values that belong together.
+    known: the known specs.
+    values: the values in question.
+  """
+  parent: dict[Value, Value] = {}  # a union-find structure
 
-  def merge(self, *values: Value) -> None:
-    """Merges the groups of some values."""
-    for value in values[1:]:
-      self._parent[self._root(value)] = self._root(values[0])
-
-  def _root(self, value: Value) -> Value:
-    while self._parent.setdefault(value, value) is not value:
-      self._parent[value] = value = self._parent[self._parent[value]]
+  def root(value: Value) -> Value:
+    while parent.setdefault(value, value) is not value:
+      parent[value] = value = parent[parent[value]]
     return value
 
-  def specs(
-    self, known: Mapping[Value, PartitionSpec], values: Iterable[Value]
-  ) -> dict[Value, PartitionSpec]:
-    """The specs of values in groups with a known spec; other values are left out."""
-    by_group: dict[Value, PartitionSpec] = {}
-    for value, spec in known.items():
-      by_group.setdefault(self._root(value), spec)
-    return {value: by_group[self._root(value)] for value in values if self._root(value) in by_group}
+  def merge(first: Value, *others: Value) -> None:
+    for value in others:
+      parent[root(value)] = root(first)
 
-
-def _same_shape(one: Value, other: Value) -> bool:
-  return one.aval.shape == other.aval.shape
+  for one in equations:
+    shape = one.outputs[0].aval.shape if one.name in _BY_ELEMENT else ()
+    if shape:
+      merge(*(each for each in (*one.values, one.outputs[0]) if each.aval.shape == shape))
+  for each in groups:
+    merge(*each)
+  by_group: dict[Value, PartitionSpec] = {}
+  for value, spec in known.items():
+    by_group.setdefault(root(value), spec)
+  return {value: by_group[root(value)] for value in values if root(value) in by_group}

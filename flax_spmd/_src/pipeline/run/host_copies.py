@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
-import jax
-
+from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send
 
@@ -73,7 +72,7 @@ def _tasks_and_uses(
   """The indices of each rank's tasks in the call list, and the uses of each buffer that may be moved."""
   tasks: dict[int, list[int]] = defaultdict(list)
   uses: dict[Buffer, list[BufferUse]] = defaultdict(list)
-  movable = {value for value in values if value.bytes > _KEPT and not _is_key(value)}
+  movable = {value for value in values if value.bytes > _KEPT and not eq.is_key(value.aval)}
   for index, one in enumerate(call_list.calls):
     is_task = False
     if isinstance(one, Call) and one.step is not None:
@@ -84,7 +83,3 @@ def _tasks_and_uses(
         begun = len(tasks[buffer.rank])
         uses[buffer].append(BufferUse(index, begun, begun + (not is_task)))
   return tasks, uses
-
-
-def _is_key(value: Value) -> bool:
-  return jax.dtypes.issubdtype(value.aval.dtype, jax.dtypes.extended)

@@ -60,11 +60,7 @@ def peaks(stages: LoweredStages, temporaries: Mapping[StageProgram, int]) -> tup
 
 
 def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
-  """Raises if a device of a rank needs more bytes than it has. CPU devices report no limit.
-
-  Raises:
-    PipelineError: the ranks that do not fit, each with the bytes that it needs and has.
-  """
+  """Raises PipelineError with the ranks whose devices need more bytes than they have. CPU devices report no limit."""
   lines = []
   for rank, (size, mesh) in enumerate(zip(needed, meshes, strict=True)):
     known = [(one.memory_stats() or {}).get('bytes_limit') for one in mesh.local_devices]

@@ -35,6 +35,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.compat import from_shards
 from flax_spmd._src.data.host_values import placed
 from flax_spmd._src.multihost import named
+from flax_spmd._src.pipeline.cut.equations import is_key
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh, view
 from flax_spmd.errors import PipelineError
@@ -267,12 +268,7 @@ def is_copied_by_jax(mesh: Mesh, source: Mesh, target: Mesh, avals: Sequence[Any
   """Whether JAX can copy arrays between two ranks: they share no process, and all processes of the job have a rank."""
   disjoint = processes_of(source).isdisjoint(processes_of(target))
   joined = len(processes_of(mesh)) == jax.process_count()
-  return (
-    compat.copies_across_processes()
-    and disjoint
-    and joined
-    and not any(_is_key(aval.dtype) for aval in avals)
-  )
+  return compat.copies_across_processes() and disjoint and joined and not any(map(is_key, avals))
 
 
 def _wait(rank: int, mesh: Mesh, text: str) -> Wait:
@@ -287,7 +283,7 @@ def _permutation(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any
     return list(map(moved, arrays)), jnp.zeros((), bool)
 
   def moved(array: jax.Array) -> jax.Array:
-    if not _is_key(array.dtype):
+    if not is_key(array):
       return lax.ppermute(array, axis, [(0, 1)])
     numbers = lax.ppermute(jax.random.key_data(array), axis, [(0, 1)])
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
@@ -303,7 +299,3 @@ def _permutation(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any
 def _arrival(arrays: Any) -> jax.Array:
   """An array that is ready once others are, and their device has run the programs before; it outlives their donation."""
   return jnp.zeros((), bool)
-
-
-def _is_key(dtype: Any) -> bool:
-  return jnp.issubdtype(dtype, jax.dtypes.prng_key)

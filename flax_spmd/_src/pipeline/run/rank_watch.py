@@ -143,19 +143,13 @@ _settled = threading.Event()
 """Whether the process ends, and all transfers have ended."""
 
 _watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+_threads: weakref.WeakSet[_DaemonThread] = weakref.WeakSet()
 _blocked: list[Callable[[], bool]] = []
 """Whether what failed steps have left behind would block the end of the process."""
 
 
 class RankWatch:
-  """Runs the steps of one pipeline of several processes.
-
-  Args:
-    subject: the pipeline, in errors.
-    processes: the processes of its mesh, in order.
-    timeout: seconds that a transfer may take.
-    progress: the progress of its transfers.
-  """
+  """Runs the steps of one pipeline of several processes, whose transfers may take `timeout` seconds."""
 
   def __init__(
     self, subject: str, processes: tuple[int, ...], timeout: float, progress: TransferProgress
@@ -284,11 +278,6 @@ class RankWatch:
       if error := self._explained(None):
         self._report(error)
       time.sleep(_LOOK / 50)
-
-  def end(self) -> None:
-    """Waits until no thread looks at the transfers, which JAX is about to delete."""
-    if (after := self._after) is not None:
-      after.done.wait(3 * _LOOK)
 
   def _watch(self, call: JointCall, ended: Callable[[float], bool]) -> None:
     """Looks at the other processes until a step has ended.
@@ -422,6 +411,7 @@ class _DaemonThread(threading.Thread):
     self.done = threading.Event()
     self.result: Any = None
     self.error: BaseException | None = None
+    _threads.add(self)
     self.start()
 
   def run(self) -> None:
@@ -435,15 +425,19 @@ class _DaemonThread(threading.Thread):
 
 @atexit.register
 def _leave_if_blocked() -> None:
-  """Ends the process without waiting for a thread that is blocked, or for a process that has ended."""
-  watches = list(_watches)
-  for watch in watches:
+  """Ends the process without waiting for a thread that is blocked, or for a process that has ended.
+
+  The other threads end first: JAX is about to delete the transfers that they look at, and a thread that returns from
+  native code while the interpreter shuts down would end the process with SIGABRT.
+  """
+  for watch in list(_watches):
     watch.settle()
   if any(is_blocked() for is_blocked in _blocked):
     _leave()
   _settled.set()
-  for watch in watches:
-    watch.end()
+  deadline = time.monotonic() + 3 * _LOOK
+  for thread in list(_threads):
+    thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _leave() -> None:

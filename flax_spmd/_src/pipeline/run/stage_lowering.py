@@ -1,4 +1,4 @@
-"""Lowering of stage programs: each program of a call list, lowered for arguments with known shardings.
+"""Lowering and compilation of stage programs: each program of a call list, for arguments with known shardings.
 
     step = layout.pipeline_jit(train_step)                 # the layout's mesh may be abstract
     stages = step.lower(state, batch).offline('cuda')      # lowered for GPUs; nothing is compiled
@@ -7,22 +7,28 @@ The specs of arguments and of gradient sums are given. Those of a program's othe
 and the next program depends on them. Shardy makes the choice, and its passes ship with JAX: they run alone in
 milliseconds. So all programs are lowered one after the other, before any of them is compiled. The compiler is then
 required to keep these specs; it simplifies a program first, and could choose others.
+
+The programs compile in parallel, while later ones are lowered; the whole step never compiles as one. Equal
+programs, as of a model's middle stages, compile once and load on each rank.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, StageProgram
+from flax_spmd._src.pipeline.run.submeshes import is_local
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 
 
@@ -38,6 +44,18 @@ class LoweredStage(NamedTuple):
   lowered: Any
   donated: tuple[int, ...]
   specs: list[PartitionSpec]
+
+
+class Executable(NamedTuple):
+  """A compiled program.
+
+  Attributes:
+    compiled: a function of arrays; None if the rank belongs to another process.
+    shared: whether it was compiled for another rank.
+  """
+
+  compiled: Any = None
+  shared: bool = False
 
 
 class LoweredStages:
@@ -86,6 +104,23 @@ class LoweredStages:
         self.programs[program] = self._lower(call, platform)
       yield program, self.programs[program]
 
+  def compile(self) -> dict[StageProgram, Executable]:
+    """Lowers all programs, and compiles those of this process's ranks, as many in parallel as there are cores."""
+    first: dict[str, tuple[Future[Executable], Mesh]] = {}
+    running: dict[StageProgram, Future[Executable]] = {}
+    with compat.shardy(), ThreadPoolExecutor(os.cpu_count()) as pool:
+      compile_ = compat.with_settings(_compiled)
+      for program, stage in self.lower():
+        mesh: Any = self.meshes[program.rank]
+        if is_local(mesh):
+          text = stage.lowered.as_text()
+          text = text[text.index('\n') :]  # the first line has the program's name
+          compilation = compat.separate_compilation(stage.lowered)
+          running[program] = pool.submit(compile_, compilation, text, mesh, first.get(text))
+          first.setdefault(text, (running[program], mesh))
+      done = {program: future.result() for program, future in running.items()}
+    return {program: done.get(program, Executable()) for program in self.programs}
+
   def sharding(self, buffer: Buffer) -> NamedSharding:
     """The sharding of a buffer, on the mesh of its rank."""
     key = self.spec(buffer), *buffer.memory
@@ -110,17 +145,6 @@ class LoweredStages:
     if not call.inputs:  # then only the results place it on its devices
       results = [spec or PartitionSpec() for spec in results]
     donated = self._donated(call, results)
-    lowered = self._lowered(call, donated, results, platform)
-    specs = compat.required_results(lowered, self.meshes[call.program.rank])
-    return LoweredStage(lowered, donated, specs)
-
-  def _lowered(
-    self,
-    call: Call,
-    donated: tuple[int, ...],
-    results: Sequence[PartitionSpec | None],
-    platform: str | None,
-  ) -> Any:
     program, mesh = call.program, self.meshes[call.program.rank]
     arguments = [
       jax.ShapeDtypeStruct(
@@ -140,7 +164,8 @@ class LoweredStages:
     platforms = None if platform is None else (platform,)
     # a block around the call may have set a mesh of another size
     with compat.without_mesh(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jitted.trace(*arguments).lower(lowering_platforms=platforms)
+      lowered = jitted.trace(*arguments).lower(lowering_platforms=platforms)
+    return LoweredStage(lowered, donated, compat.required_results(lowered, mesh))
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
     """The inputs whose memory a result can reuse. The caller's arguments come first: others are freed anyway."""
@@ -168,6 +193,21 @@ def _function(program: StageProgram) -> Callable[..., list[Any]]:
 
   function.__name__ = program.name
   return function
+
+
+def _compiled(
+  compilation: Callable[[], Any], text: str, mesh: Mesh, first: tuple[Future[Executable], Mesh] | None
+) -> Executable:
+  """Compiles a program, or loads the first one with this text for its own rank, where that is possible."""
+  if first is not None:
+    compiled, source = first[0].result().compiled, first[1]
+    if not compat.needs_host_objects(compiled, text):
+      same = source == mesh
+      devices = list(source.devices.flat), list(mesh.devices.flat)
+      compiled = compiled if same else compat.reloaded(compiled, *devices)
+      if compiled is not None:
+        return Executable(compiled, True)
+  return Executable(compilation(), False)
 
 
 def _used_last(call_list: CallList, donatable: set[Value]) -> dict[StageProgram, set[int]]:

@@ -43,11 +43,7 @@ def is_local(mesh: Mesh) -> bool:
 
 
 def check_concrete(mesh: MeshLike) -> Mesh:
-  """The mesh, if it has devices.
-
-  Raises:
-    PipelineError: it is abstract.
-  """
+  """The mesh; raises PipelineError if it is abstract."""
   if not isinstance(mesh, Mesh):
     raise PipelineError(
       f'The mesh {describe(mesh)} is abstract: there are no devices to run stages on.\n'
@@ -57,11 +53,7 @@ def check_concrete(mesh: MeshLike) -> Mesh:
 
 
 def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
-  """Raises unless stages can be placed along an axis of the mesh.
-
-  Raises:
-    PipelineError: the mesh lacks the axis, or rules use the axis.
-  """
+  """Raises PipelineError if the mesh lacks the axis of the stages, or rules use it."""
   sizes = axis_sizes(mesh)
   if not isinstance(axis, str) or axis not in sizes:
     raise PipelineError(
@@ -88,11 +80,7 @@ def _refuse(sharded: str, axis: str, lines: str) -> NoReturn:
 def check_shardings(
   named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: MeshLike, axis: str, noun: str
 ) -> None:
-  """Raises if shardings that are requested for some arrays use the stage axis, or devices outside the mesh.
-
-  Raises:
-    PipelineError: the paths of all such arrays.
-  """
+  """Raises PipelineError with the paths of arrays whose requested shardings use the stage axis, or other devices."""
   requested = [
     (name, sharding) for (name, _), sharding in zip(named, shardings, strict=True) if sharding
   ]

@@ -10,7 +10,7 @@ from flax_spmd._src.pipeline.schedules import classic, zero_bubble
 from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.simulation import EQUAL, Costs, Simulation, stage_costs
-from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
+from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order
 from flax_spmd._src.public_module import set_module
 
@@ -71,11 +71,6 @@ class Automatic(Schedule):
     given = [f'{field.name}={getattr(self, field.name)!r}' for field in fields]
     defaults = [f'{field.name}={field.default!r}' for field in fields]
     return f'Automatic({", ".join(one for one in given if one not in defaults)})'
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return assign_ranks(self.ranks, self.chunks, self.placement)
 
   @property
   def _limit(self) -> int:

@@ -13,12 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.pipeline.schedules.simulation import (
-  Costs,
-  check_time,
-  cost_function,
-  stage_costs,
-)
+from flax_spmd._src.pipeline.schedules.simulation import Costs, check_time, cost_function, stage_costs
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order, Task, inputs
 from flax_spmd._src.public_module import set_module

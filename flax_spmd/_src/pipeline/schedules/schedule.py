@@ -34,13 +34,7 @@ from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_rank
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
 from flax_spmd._src.pipeline.schedules.text_format import read, steps_of
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
-from flax_spmd._src.pipeline.schedules.validation import (
-  ScheduleReport,
-  TaskLists,
-  Waits,
-  order_of,
-  validate,
-)
+from flax_spmd._src.pipeline.schedules.validation import ScheduleReport, TaskLists, Waits, validate, walk
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
 
@@ -65,7 +59,7 @@ class Schedule(abc.ABC):
   """
 
   ranks: int
-  _arrangement: ClassVar[tuple[Placement, int]] = 'loop', 1  # and the stages per rank, without `chunks`
+  _arrangement: ClassVar[tuple[Placement, int]] = 'loop', 1  # without fields `placement` and `chunks`
 
   def __post_init__(self):
     for field in ('ranks', 'chunks'):
@@ -128,7 +122,8 @@ class Schedule(abc.ABC):
   def stage_ranks(self) -> tuple[int, ...]:
     """Per stage, its rank."""
     placement, chunks = self._arrangement
-    return assign_ranks(self.ranks, getattr(self, 'chunks', chunks), placement)
+    given: tuple[int, Any] = getattr(self, 'chunks', chunks), getattr(self, 'placement', placement)
+    return assign_ranks(self.ranks, *given)
 
   @property
   def stages(self) -> int:
@@ -242,9 +237,7 @@ class Schedule(abc.ABC):
     """
     own, delay = self._times()
     return simulate(
-      self._lists(microbatches),
-      own if costs is None else costs,
-      delay if transfer is None else transfer,
+      self._lists(microbatches), own if costs is None else costs, delay if transfer is None else transfer
     )
 
   def draw(
@@ -333,26 +326,10 @@ class CostedSchedule(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlacedSchedule(Schedule):
-  """A schedule with a rank given for every stage.
+class RuleSchedule(Schedule):
+  """A schedule defined by the rank of every stage and a rule, from a rank and the number of microbatches to its tasks."""
 
-  Attributes:
-    ranks: number of ranks.
-    placement: per stage, its rank.
-  """
-
-  placement: tuple[int, ...] = dataclasses.field(repr=False)
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return self.placement
-
-
-@dataclasses.dataclass(frozen=True)
-class RuleSchedule(_PlacedSchedule):
-  """A schedule defined by a rule, a function from a rank and the number of microbatches to the rank's tasks."""
-
+  placement: tuple[int, ...]
   rule: Rule
 
   def __repr__(self) -> str:
@@ -365,9 +342,10 @@ class RuleSchedule(_PlacedSchedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextSchedule(_PlacedSchedule):
-  """A schedule defined by its text, with the tasks of each rank."""
+class TextSchedule(Schedule):
+  """A schedule defined by its text, with the rank of every stage and the tasks of each rank."""
 
+  placement: tuple[int, ...] = dataclasses.field(repr=False)
   orders: tuple[Order, ...] = dataclasses.field(repr=False)
 
   def _order(self, rank: int, microbatches: int) -> Order:
@@ -387,18 +365,12 @@ def timed_steps(
   lists, (costs, transfer) = schedule._lists(microbatches), schedule._times()
   validate(lists)
   lists = lists._replace(waits=waits)
-  order = order_of(lists)
-  if order is None:
-    return None
-  return sorted(timed(lists, order, costs, transfer), key=lambda one: one.start)
+  order, blocked = walk(lists)
+  return None if blocked else sorted(timed(lists, order, costs, transfer), key=lambda one: one.start)
 
 
 def check_schedule(schedule: Any, caller: str) -> None:
-  """Raises unless the argument is a schedule or None.
-
-  Raises:
-    PipelineError: it is neither.
-  """
+  """Raises PipelineError unless the argument is a schedule or None."""
   if schedule is not None and not isinstance(schedule, Schedule):
     raise PipelineError(
       f'{caller}: schedule={getattr(schedule, "__name__", repr(schedule))} is not a schedule.\n'

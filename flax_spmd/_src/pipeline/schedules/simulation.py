@@ -219,11 +219,7 @@ def _medians(costs: Mapping[Task, float], stages: int, kinds: Collection[str]) -
 
 
 def check_time(time: float, name: str) -> float:
-  """Returns the time if it is a finite number that is not negative.
-
-  Raises:
-    PipelineError: it is not.
-  """
+  """The time; raises PipelineError unless it is a finite number that is not negative."""
   if not isinstance(time, Real) or not 0 <= time < math.inf:
     raise PipelineError(
       f'The time of {name} is {time!r}.\nFix: pass a finite number that is not negative.'

@@ -20,11 +20,6 @@ Placement: TypeAlias = Literal['loop', 'v'] | Sequence[int]
 def assign_ranks(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
   """The rank of every stage.
 
-  Args:
-    ranks: number of ranks.
-    chunks: number of stages per rank.
-    placement: 'loop', 'v', or the rank of every stage.
-
   Raises:
     PipelineError: an unknown placement, a rank out of range, or a rank without a stage.
 
@@ -53,11 +48,7 @@ def assign_ranks(ranks: int, chunks: int, placement: Placement) -> tuple[int, ..
 
 
 def check_positive(number: int, name: str) -> int:
-  """Returns the number if it is a positive integer.
-
-  Raises:
-    PipelineError: it is not.
-  """
+  """The number; raises PipelineError unless it is a positive integer."""
   try:
     if operator.index(number) >= 1 and not isinstance(number, bool):
       return number

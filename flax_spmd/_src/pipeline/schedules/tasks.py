@@ -104,10 +104,7 @@ Order: TypeAlias = tuple[Step, ...]  # the programs of one rank
 
 
 def parse(text: str) -> Step:
-  """A task from its text.
-
-  Raises:
-    PipelineError: the text is not a task.
+  """A task from its text; raises PipelineError for another text.
 
   Example:
     >>> parse('FusedTask(fwd_3__0, bwd_3__0)').tasks[1]

@@ -38,11 +38,7 @@ def read(text: str) -> tuple[tuple[Order, ...], tuple[int, ...]]:
 
 
 def steps_of(rank: int, items: Sequence[Step | str]) -> list[Step]:
-  """Tasks from tasks or their texts.
-
-  Raises:
-    PipelineError: some items are neither. The message underlines each of them.
-  """
+  """Tasks from tasks or their texts; raises PipelineError with every item that is neither, underlined."""
   problems: list[Problem] = []
   steps = list(_steps(rank, items, problems))
   raise_problems(problems)

@@ -81,7 +81,7 @@ def validate(lists: TaskLists, live: int | None = None) -> ScheduleReport:
     PipelineError: the schedule is illegal. The message underlines each wrong task in its list.
   """
   problems = _first_of_each_kind([*_membership(lists), *_precedence(lists)])
-  order, blocked = ([], {}) if problems else _walk(lists)
+  order, blocked = ([], {}) if problems else walk(lists)
   if blocked:
     problems = [_deadlock(lists, order, blocked)]
   if problems:
@@ -195,7 +195,7 @@ def _first_of_each_kind(problems: Sequence[Problem]) -> list[Problem]:
 # All ranks together.
 
 
-def _walk(lists: TaskLists) -> tuple[list[Step], dict[int, int]]:
+def walk(lists: TaskLists) -> tuple[list[Step], dict[int, int]]:
   """The steps that can run, in order; and, per blocked rank, the position at which it blocks."""
   done, order = set(), []
   at = [0] * len(lists.orders)
@@ -224,12 +224,6 @@ def external_inputs(step: Step, lists: TaskLists) -> list[Task]:
     before = (Task(*key, task.microbatch - 1) for key in lists.waits.get((task.kind, task.stage), ()))
     own += [one for one in before if one not in step.tasks[:number]] if task.microbatch else []
   return own
-
-
-def order_of(lists: TaskLists) -> list[Step] | None:
-  """An order in which all ranks together can run the tasks; None if ranks would wait for one another."""
-  order, blocked = _walk(lists)
-  return None if blocked else order
 
 
 def _deadlock(lists: TaskLists, walked: Sequence[Step], blocked: Mapping[int, int]) -> Problem:
