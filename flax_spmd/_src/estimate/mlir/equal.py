@@ -77,8 +77,12 @@ class _Numbering:
     return self._numbers.setdefault(about, len(self._numbers))
 
 
-def _attributes(op: Any) -> tuple[tuple[str, Any], ...]:
-  return tuple((name, op.attributes[name]) for name in op.attributes)
+def _attributes(op: Any) -> tuple[Any, ...]:
+  """The attributes of an operation; its text, if the bindings do not have them, such as complex constants."""
+  try:
+    return tuple((name, op.attributes[name]) for name in op.attributes)
+  except TypeError:
+    return (str(op),)
 
 
 def _types(op: Any) -> Iterator[Any]:
