@@ -153,9 +153,18 @@ class WeightGradients:
     group.
     """
     if not self._has_several_groups:
-      return 0.0
+      return self._mixed_spread()
     peaks = [self._peak(delays) for delays in ({}, self._delays(0), self._delays(1))]
     return max(abs(peak - peaks[1]) for peak in peaks)
+
+  def _mixed_spread(self) -> float:
+    """The bytes by which the peak may be off if products wait for the sums of biases that are reduced with them."""
+    delays: dict[int, int] = {}
+    for group in _combined(self._final):
+      if any(one.kind == 'reduce' for one in group) and any(one.is_product for one in group):
+        last = max(one.made for one in group)
+        delays |= {one.made: last for one in group if one.is_product and 0 <= one.made < last}
+    return self._peak(delays) - self._peak({}) if delays else 0.0
 
   def _peak(self, delays: Mapping[int, int]) -> float:
     added = [0.0] * (len(self._steps) + 1)  # changes of the memory from one operation to the next
