@@ -361,7 +361,8 @@ class _CompletedCall:
 def _committed(call: Callable[[], None]) -> Response:
   """Commits a save. In a job of several processes, one may have died: a daemon thread does it."""
   if jax.process_count() > 1:
-    return _BackgroundCall(call)
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+      return _BackgroundCall(call)
   call()
   return _CompletedCall()
 
