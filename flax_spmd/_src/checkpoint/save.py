@@ -22,7 +22,7 @@ from flax_spmd._src.checkpoint.storage.contents import (
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import align_operations, context
-from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.store import as_path, path_text
 from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
@@ -66,7 +66,7 @@ def save(
   Raises:
     CheckpointExistsError: `path` exists; or, with `overwrite`, it holds files of others. It is left unchanged.
     CheckpointBusyError: another process is writing to `path`.
-    LayoutError: the state is not one of the plan.
+    LayoutError: the state is not one of the plan, or contains itself.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
       `save_async` has failed; or the storage failed; or the processes pass different paths.
 
@@ -161,7 +161,9 @@ def start_save(
       may wait for the others in it.
     after: function called in the first process once the checkpoint is committed. No process returns before it.
   """
-  call = JointCall('save', f'The save to {path}', lambda failure: error_elsewhere(path, failure))
+  call = JointCall(
+    'save', f'The save to {path_text(path)}', lambda failure: error_elsewhere(path, failure)
+  )
   try:
     folder = as_path(path)
     async_save.finish()

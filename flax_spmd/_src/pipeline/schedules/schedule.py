@@ -42,6 +42,7 @@ from flax_spmd._src.pipeline.schedules.validation import (
   validate,
 )
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError
 
 Rule: TypeAlias = Callable[[int, int], Iterable[Step | str]]
@@ -401,6 +402,6 @@ def check_schedule(schedule: Any, caller: str) -> None:
   """
   if schedule is not None and not isinstance(schedule, Schedule):
     raise PipelineError(
-      f'{caller}: schedule={getattr(schedule, "__name__", repr(schedule))} is not a schedule.\n'
+      f'{caller}: schedule={getattr(schedule, "__name__", value_text(schedule))} is not a schedule.\n'
       'Fix: pass an instance, such as schedule=OneFOneB(ranks=4); op=... sets how results are combined.'
     )
