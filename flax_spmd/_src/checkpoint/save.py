@@ -12,6 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave, error_elsewhere
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
 from flax_spmd._src.checkpoint.storage.contents import (
   Contents,
   PendingRecord,
@@ -142,6 +143,7 @@ class SaveRequest(NamedTuple):
   show: bool = False
 
 
+@in_flight()
 def start_save(
   path: str | os.PathLike[str],
   state: Any,
