@@ -28,12 +28,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, mesh_in_force, report_names
 from flax_spmd._src.constraint_log import no_rule, report_constraint
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.jax_constraints import fitted, only_axes
 from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, aligned
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import shown
+from flax_spmd._src.text import shown, value_text
 from flax_spmd.errors import (
   LayoutError,
   MeshError,
@@ -70,7 +71,7 @@ def constrain(
   """
   if isinstance(spec, (str, bytes)) or not isinstance(spec, (PartitionSpec, Sequence)):
     raise LayoutError(
-      f'{_location()}: the spec is {shown(repr(spec))}.\n'
+      f'{_location()}: the spec is {shown(value_text(spec))}.\n'
       "Fix: write a PartitionSpec with mesh axes or None for each dimension, such as PartitionSpec('data', None)."
     )
   spec = aligned(PartitionSpec(*spec), np.ndim(x))
@@ -115,7 +116,7 @@ def with_logical_constraint(
   """
   if not isinstance(fallback, RulesFallback):
     raise LayoutError(
-      f'{_location()}: the fallback is {shown(repr(fallback))}.\n'
+      f'{_location()}: the fallback is {shown(value_text(fallback))}.\n'
       'Fix: pass a member of RulesFallback, such as RulesFallback.RAISE_ERROR.'
     )
   table = in_force(tracing=_any_traced(x)).rules if rules is None else Rules.of(rules)
@@ -123,16 +124,19 @@ def with_logical_constraint(
   if logical_axis_resources is None:
     return x
   if not table.pairs and not strict:
-    names = logical_axis_resources if _is_names(logical_axis_resources) else repr(logical_axis_resources)
+    names = (
+      logical_axis_resources if _is_names(logical_axis_resources) else value_text(logical_axis_resources)
+    )
     report_constraint(names, None, getattr(x, 'shape', ()), 'there are no rules for names')
     return x
   one = functools.partial(_constrain_by_names, rules=table, mesh=mesh, fallback=fallback)
+  check_no_cycles(logical_axis_resources)
   given, treedef = jax.tree.flatten(logical_axis_resources, is_leaf=_is_names)
   try:
     subtrees = treedef.flatten_up_to(x)
   except ValueError as error:
     raise LayoutError(
-      f'{_location()}: the logical names {logical_axis_resources!r} are not a prefix of the tree: {shown(error)}\n'
+      f'{_location()}: the logical names {value_text(logical_axis_resources)} are not a prefix of the tree: {shown(error)}\n'
       "Fix: write one array's names as a tuple, such as ('batch', None), or a tree of such tuples."
     ) from None
   return treedef.unflatten(
@@ -198,17 +202,17 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
     return x
   if isinstance(names, str):
     raise LayoutError(
-      f'{_location()}: the logical names are the bare string {names!r}, which would be read letter by letter.\n'
-      f'Fix: write them as a tuple, ({names!r},).'
+      f'{_location()}: the logical names are the bare string {value_text(names)}, which would be read letter by letter.\n'
+      f'Fix: write them as a tuple, ({value_text(names)},).'
     )
   if not _is_names(names):
     raise LayoutError(
-      f'{_location()}: the logical names are {names!r}.\n'
+      f'{_location()}: the logical names are {value_text(names)}.\n'
       "Fix: write a tuple with a name or None for each dimension, such as ('batch', None)."
     )
   if not hasattr(x, 'shape'):
     raise LayoutError(
-      f'{_location()}: {x!r} is no array.\nFix: pass the array first, and then its logical names.'
+      f'{_location()}: {value_text(x)} is no array.\nFix: pass the array first, and then its logical names.'
     )
   if len(names) > len(x.shape):
     raise LayoutError(
@@ -230,7 +234,7 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
     raise UnmatchedNameError(
       f'{_location()}: logical names {tuple(names)!r}: no rule for {", ".join(map(repr, open_names))}.'
       + did_you_mean(open_names[0], rules.by_name)
-      + f'\nFix: correct the name, or add a rule for it; ({open_names[0]!r}, None) replicates it.'
+      + f'\nFix: correct the name, or add a rule for it; ({value_text(open_names[0])}, None) replicates it.'
     )
   return constrain_on(target, x, resolution.spec, names, open_names)
 

@@ -1,29 +1,65 @@
-"""Cycles: modules of NNX that contain themselves, which JAX would follow until the stack is full."""
+"""Cycles: trees that contain themselves, which JAX would follow until the stack is full.
+
+JAX does not give back the stack of a flattening that ended so, if it calls a function at every node: in the whole process,
+no other tree can be flattened then. So trees that are too deep are found before.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey
+import numpy as np
+from jax.tree_util import GetAttrKey, default_registry
 
 from flax_spmd._src import compat
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError
 
+_DEEPEST = 500  # nodes in one another; JAX takes twice as many at best, and Python less than that
+_LEAVES = {jax.ShapeDtypeStruct, np.ndarray, bool, int, float, str, type(None)}  # recognised at once
+
 
 def check_no_cycles(tree: Any) -> None:
-  """Checks that no module of a tree contains itself.
+  """Checks that no part of a tree contains itself.
 
   Raises:
-    LayoutError: one does. JAX would follow the cycle until the stack is full.
+    LayoutError: one does, or the tree is as deep as if one did.
   """
-  if not compat.has_nnx():
-    return
   acyclic: set[int] = set()
-  for node in jax.tree.leaves(tree, is_leaf=lambda node: compat.is_nnx_module_type(type(node))):
-    if compat.is_nnx_module_type(type(node)):
-      _check_below(node, {id(node): ()}, acyclic, ())
+  for node in outermost_modules(tree):
+    _check_below(node, {id(node): ()}, acyclic, ())
+
+
+def outermost_modules(tree: Any) -> list[Any]:
+  """The modules of NNX in a tree that are in no other one.
+
+  Raises:
+    LayoutError: the tree contains itself outside of its modules, or is as deep as if it did.
+  """
+  modules: list[Any] = []
+  level: Iterable[Any] = [tree]
+  for _ in range(_DEEPEST + 1):
+    below: dict[int, Any] = {}  # a part that is shared is searched once a level
+    for node in level:
+      if compat.is_nnx_module_type(type(node)):
+        modules.append(node)
+      else:
+        below.update((id(child), child) for child in _children(node) if type(child) not in _LEAVES)
+    if not below:
+      return modules
+    level = below.values()
+  raise LayoutError(
+    f'The tree is nested more than {_DEEPEST} deep, or contains itself.\nFix: pass a flatter one.'
+  )
+
+
+def _children(node: Any) -> Iterable[Any]:
+  if type(node) is dict:
+    return node.values()
+  found = default_registry.flatten_one_level(node)
+  return () if found is None else found[0]
 
 
 def _check_below(node: Any, above: dict[int, Any], acyclic: set[int], path: tuple[Any, ...]) -> None:

@@ -34,7 +34,7 @@ from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import plural, size_text
+from flax_spmd._src.text import plural, size_text, value_text
 from flax_spmd._src.text_table import TextTable, plain_text
 from flax_spmd.errors import LayoutError, did_you_mean
 
@@ -166,7 +166,7 @@ class Explanation(NamedTuple):
         return fold.row
     known = [row.path for row in self.rows]
     raise LayoutError(
-      f'There is no array {path!r} in this tree of {len(known)} arrays.{did_you_mean(path, known)}\n'
+      f'There is no array {value_text(path)} in this tree of {len(known)} arrays.{did_you_mean(path, known)}\n'
       'Fix: pass a path from the table.'
     )
 

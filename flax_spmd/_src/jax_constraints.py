@@ -19,6 +19,7 @@ from flax_spmd._src import compat, open_blocks
 from flax_spmd._src.constraint_log import user_line
 from flax_spmd._src.mesh import MeshLike, axis_sizes, current_mesh, describe
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError, MeshAxisError, Problem, did_you_mean, raise_problems
 
 
@@ -142,7 +143,8 @@ _DROPPING = "correct the axis name, add the axis to the mesh, or give the layout
 
 def _missing(axis: str, mesh: MeshLike, fix: str = _DROPPING) -> Problem:
   return Problem(
-    f'uses mesh axis {axis!r}, but the mesh is {describe(mesh)}.' + did_you_mean(axis, mesh.axis_names),
+    f'uses mesh axis {value_text(axis)}, but the mesh is {describe(mesh)}.'
+    + did_you_mean(axis, mesh.axis_names),
     fix,
     MeshAxisError,
   )

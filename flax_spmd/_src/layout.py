@@ -237,7 +237,8 @@ class Layout:
     """
     check_is_tree(tree)
     if placements is not None:
-      return jax.tree.structure(tree).unflatten(self._shardings(tree, placements))
+      shardings = self._shardings(tree, placements)
+      return jax.tree.structure(tree).unflatten(shardings)
     return self._planner.shardings(tree)
 
   def names(self, tree: Any, *, logical_only: bool = False) -> list[Any]:

@@ -27,7 +27,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, value_text
 from flax_spmd.errors import MeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
@@ -125,7 +125,7 @@ def abstract_mesh(
   """
   sizes = _sizes(axes, 'The mesh')
   sizes = sizes if devices is None else _fill_in(sizes, devices)
-  _check_sizes(sizes, f'The mesh {sizes}', allow_fill=False)
+  _check_sizes(sizes, f'The mesh {value_text(sizes)}', allow_fill=False)
   if devices is not None and math.prod(sizes.values()) > devices:
     raise MeshError(
       f'The mesh {sizes} needs {math.prod(sizes.values())} devices, but is given devices={devices}.\n'
@@ -261,9 +261,9 @@ def _dcn_sizes(devices: Sequence[Any], dcn: dict[str, int]) -> dict[str, int]:
   if -1 in dcn.values() and count % known:
     name = next(name for name, size in dcn.items() if size == -1)
     raise MeshError(
-      f'The size of axis {name!r} of dcn={dcn} cannot be computed: the {_count(devices)} in {count} {kind}, '
+      f'The size of axis {value_text(name)} of dcn={dcn} cannot be computed: the {_count(devices)} in {count} {kind}, '
       f'which is not divisible by {known}.\n'
-      f'Fix: pass a size for {name!r}, or choose other sizes that divide {count}.'
+      f'Fix: pass a size for {value_text(name)}, or choose other sizes that divide {count}.'
     )
   return {name: count // known if size == -1 else size for name, size in dcn.items()}
 
@@ -311,7 +311,7 @@ def _sizes(axes: Any, what: str) -> dict[Any, Any]:
     sizes = dict(axes)
   except (TypeError, ValueError):
     raise MeshError(
-      f'{what} is {axes!r}, where the size of each axis is expected.\n'
+      f'{what} is {value_text(axes)}, where the size of each axis is expected.\n'
       "Fix: give every axis a name, as in {'data': 2, 'model': 4}."
     ) from None
   return {name: int(size) if isinstance(size, np.integer) else size for name, size in sizes.items()}
@@ -320,7 +320,7 @@ def _sizes(axes: Any, what: str) -> dict[Any, Any]:
 def _listed(devices: Any) -> list[Any]:
   if isinstance(devices, (int, str)) or any(isinstance(device, (int, str)) for device in devices):
     raise MeshError(
-      f'devices={devices!r} are not devices.\n'
+      f'devices={value_text(devices)} are not devices.\n'
       'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.'
     )
   return list(devices)
@@ -328,16 +328,16 @@ def _listed(devices: Any) -> list[Any]:
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:
   """`sizes` with a -1 replaced by the number of available devices divided by the other sizes."""
-  _check_sizes(sizes, f'The mesh {sizes}', allow_fill=True)
+  _check_sizes(sizes, f'The mesh {value_text(sizes)}', allow_fill=True)
   unknown = [name for name, size in sizes.items() if size == -1]
   if not unknown:
     return sizes
   known = math.prod(size for size in sizes.values() if size != -1)
   if available % known or available < known:
     raise MeshError(
-      f'The size of axis {unknown[0]!r} of the mesh {sizes} cannot be computed: {available} is not '
+      f'The size of axis {value_text(unknown[0])} of the mesh {sizes} cannot be computed: {available} is not '
       f'divisible by {known}.\n'
-      f'Fix: pass a size for {unknown[0]!r}, or choose other sizes that divide {available}.'
+      f'Fix: pass a size for {value_text(unknown[0])}, or choose other sizes that divide {available}.'
     )
   return {name: available // known if size == -1 else size for name, size in sizes.items()}
 
@@ -376,23 +376,25 @@ def _types(
   wrong: list[str] = []
   if isinstance(types, Mapping):
     given = types
-    wrong = [f'{name!r} is not an axis' for name in given if name not in sizes]
+    wrong = [f'{value_text(name)} is not an axis' for name in given if name not in sizes]
   elif isinstance(types, (tuple, list)):
     given = dict(zip(sizes, types))
     wrong = [f'{plural(len(types), "type")} for {len(sizes)} axes'] * (len(types) != len(sizes))
   known = AxisType.Auto, AxisType.Explicit  # only shard_map creates Manual axes
   kinds = given.values() if isinstance(types, (Mapping, tuple, list)) else [types]
-  wrong += [f'{kind!r} is neither AxisType.Auto nor Explicit' for kind in kinds if kind not in known]
+  wrong += [
+    f'{value_text(kind)} is neither AxisType.Auto nor Explicit' for kind in kinds if kind not in known
+  ]
   if wrong:
     raise MeshError(
-      f'axis_types={types!r} for the mesh {describe(sizes)}: {", ".join(wrong)}.\n'
+      f'axis_types={value_text(types)} for the mesh {describe(sizes)}: {", ".join(wrong)}.\n'
       'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, one for each in order, or a dict of them by axis name.'
     )
   return tuple(given.get(name, AxisType.Auto) for name in sizes)
 
 
 def _named(names: Iterable[str]) -> str:
-  return ', '.join(map(repr, names))
+  return ', '.join(map(value_text, names))
 
 
 def _count(devices: Sequence[Any]) -> str:

@@ -63,6 +63,23 @@ def shown(value: object) -> str:
 _LONGEST = 120  # characters
 
 
+def value_text(value: object) -> str:
+  """The repr of a value of a caller in an error text: one that is never too long, and always there.
+
+  Example:
+    >>> value_text(['a', 1]), len(value_text('x' * 9000))
+    ("['a', 1]", 1004)
+  """
+  try:
+    text = repr(value)
+  except Exception as error:  # of a class of the caller; or the value is nested too deeply
+    text = f'<{type(value).__name__} whose repr raises {type(error).__name__}>'
+  return text if len(text) <= _LONGEST_VALUE else f'{text[:_LONGEST_VALUE]} ...'
+
+
+_LONGEST_VALUE = 1000  # characters
+
+
 def rank_text(shape: Sequence[int]) -> str:
   """The rank of an array, and its shape, unless its sizes are unknown, which are zeros.
 

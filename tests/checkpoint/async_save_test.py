@@ -390,3 +390,22 @@ def test_a_program_that_ends_during_a_save_completes_it_or_reports_the_error(tmp
     assert f'The program ended before {tmp_path / "a"} was saved.' in done.stderr
     assert 'Fix: call result() of the last save before the program ends' in done.stderr
     assert sys.version_info >= (3, 12)
+
+
+def test_a_program_that_ends_once_the_arrays_are_written_completes_the_save(tmp_path):
+  """No thread can be started then, since Python 3.12."""
+  code = f"""{PROGRAM}
+  import threading
+  from flax_spmd._src.checkpoint.storage import async_save
+  commit = async_save.commit
+  def late(*arguments):
+    committing.set()
+    while not threading._SHUTTING_DOWN: time.sleep(0.01)
+    commit(*arguments)
+  committing, async_save.commit = threading.Event(), late
+  checkpoint.save_async(sys.argv[1], state, layout=layout)
+  committing.wait()
+  """
+  done = run(code, tmp_path / 'a')
+  assert (done.returncode, done.stderr) == (0, '')
+  assert (np.asarray(checkpoint.restore(tmp_path / 'a')['w']) == np.ones((512, 512))).all()

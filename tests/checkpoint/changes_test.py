@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
 import random
 from textwrap import dedent
@@ -121,7 +122,7 @@ def test_compared_and_hashed_by_value(text):
 
 def test_equal_ways_of_writing():
   assert Changes(moved='layers') == Changes(moved=['layers']) == Changes(moved={'layers'})
-  assert Changes(moved='layers', resized='b') == Changes(moved=iter(['layers']), resized=iter('b'))
+  assert Changes(moved='layers', resized='b') == Changes(moved=('layers',), resized={'b': 1}.keys())
   assert Changes(moved=('b', 'a')) == Changes(moved=('a', 'b'))
   assert Changes(only='/params/') == Changes(only='params')
   assert Changes(dtypes={jnp.float32: jnp.bfloat16}) == Changes(dtypes={'float32': 'bfloat16'})
@@ -186,6 +187,9 @@ def test_changes_for_a_target_are_refused_by_convert(tmp_path):
     {'moved': 3},
     {'moved': ('layers', 3)},
     {'resized': 3},
+    {'resized': itertools.repeat('embed')},  # it may have no end
+    {'moved': iter(['embed'])},
+    {'renames': {'a': itertools.repeat('b')}},
     {'missing': 3},
     {'unused': b'a'},
     {'only': 3},
@@ -199,7 +203,7 @@ def test_arguments_of_the_wrong_type(argument):
     str(caught.value)
     == dedent(f"""\
     Changes(...) does not take {name}={value!r}.
-    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or several, and missing, unused and only are strings.""")
+    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or a list of names, and missing, unused and only are strings.""")
   )
 
 

@@ -1,8 +1,11 @@
 """States that cannot be saved, layouts and names that are unusual, and verification in groups."""
 
+import itertools
 import sys
 from textwrap import dedent
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,16 +54,21 @@ def test_traced_arrays_cannot_be_saved(tmp_path):
   assert not (tmp_path / '1').exists()
 
 
-def test_states_that_are_nested_too_deeply_cannot_be_saved(tmp_path):
+def test_states_that_are_nested_too_deeply_for_python_cannot_be_saved(tmp_path):
   state = np.ones(1)
-  for _ in range(sys.getrecursionlimit() * 6 // 10):  # JAX itself takes no more, and then no other
-    state = {'a': state}
+  for _ in range(480):
+    state = Node(state)
   assert text_of(
     errors.CheckpointError, checkpoint.save, tmp_path / '1', state, layout=spmd.Layout({'data': 8})
   ) == dedent(f"""\
     The state is nested too deeply, or contains itself.
     Fix: save a flatter one; Python allows {sys.getrecursionlimit()} nested calls.""")
   assert not (tmp_path / '1').exists()
+
+
+@flax.struct.dataclass
+class Node:
+  inner: Any
 
 
 def test_a_layout_with_a_function_is_not_recorded(tmp_path):
@@ -94,3 +102,65 @@ def test_a_failed_preflight_prints_its_problems(tmp_path):
   checkpoint.save(tmp_path / '1', {'w': np.ones(8)}, layout=spmd.Layout({'data': 8}))
   result = checkpoint.preflight(tmp_path / '1', spmd.Layout({'data': 8}).abstract(dict, v=jnp.ones(8)))
   assert result.problems and 'v' in str(result) and 'Fix:' in str(result)
+
+
+class Huge:
+  def __repr__(self):
+    return 'x' * 10**6
+
+
+def nested_list():
+  inner: list = []
+  for _ in range(3000):
+    inner = [inner]
+  return inner
+
+
+ARGUMENTS = {
+  'save': lambda value, path: checkpoint.save(value, {'w': np.ones(8)}, spmd.Layout({'data': 8})),
+  'save, layout': lambda value, path: checkpoint.save(path / '2', {'w': np.ones(8)}, value),
+  'save, where': lambda value, path: checkpoint.save(
+    path / '2', {}, spmd.Layout({'data': 8}), where=value
+  ),
+  'save, pack': lambda value, path: checkpoint.save(
+    path / '2', {}, spmd.Layout({'data': 8}), pack=value
+  ),
+  'save, leaf': lambda value, path: checkpoint.save(path / '2', {'w': value}, spmd.Layout({'data': 8})),
+  'restore': lambda value, path: checkpoint.restore(value),
+  'restore, layout': lambda value, path: checkpoint.restore(path / '1', layout=value),
+  'restore, rules': lambda value, path: checkpoint.restore(path / '1', rules=value),
+  'restore, limit': lambda value, path: checkpoint.restore(path / '1', limit=value),
+  'restore, changes': lambda value, path: checkpoint.restore(path / '1', changes=value),
+  **{
+    f'Changes, {name}': lambda value, path, name=name: checkpoint.Changes(**{name: value})
+    for name in ('renames', 'rearranged', 'stacks', 'axes', 'moved', 'dtypes', 'missing', 'only')
+  },
+  'show': lambda value, path: checkpoint.show(value),
+  'verify': lambda value, path: checkpoint.verify(value),
+  'convert': lambda value, path: checkpoint.convert(path / '1', value),
+  'save_safetensors': lambda value, path: checkpoint.save_safetensors(value, {'w': np.ones(8)}),
+  'Manager': lambda value, path: checkpoint.Manager(value, spmd.Layout({'data': 8}), every=1),
+  'Manager, keep': lambda value, path: checkpoint.Manager(
+    path, spmd.Layout({'data': 8}), every=1, keep=value
+  ),
+  'metrics': lambda value, path: checkpoint.Manager(path, spmd.Layout({'data': 8}), every=1).save(
+    2, {'w': np.ones(8)}, metrics=value
+  ),
+  'save_program': lambda value, path: checkpoint.save_program(
+    path / 'p', spmd.Layout({'data': 8}).jit(jnp.sin), np.ones(8), platforms=value
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  'value', [Huge, nested_list, lambda: itertools.repeat('a'), lambda: 'a' * 10**6]
+)
+@pytest.mark.parametrize('call', ARGUMENTS)
+def test_values_that_print_badly_are_refused_with_a_short_text(tmp_path, call, value):
+  """Texts of a million letters, lists that Python cannot print, and iterators without an end."""
+  state = {'w': jnp.ones(8)}
+  checkpoint.save(tmp_path / '1', state, layout=spmd.Layout({'data': 8}))
+  if isinstance(value(), str) and call in ('Changes, moved', 'Changes, missing', 'Changes, only'):
+    return  # valid, and matches nothing
+  text = text_of(errors.FlaxSpmdError, ARGUMENTS[call], value(), tmp_path)
+  assert 'Fix: ' in text and len(text) < 3000

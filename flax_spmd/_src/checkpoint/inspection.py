@@ -15,7 +15,7 @@ from flax_spmd._src.checkpoint.storage.recognition import checkpoints_in, saved_
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.source import current_source, read_whole
-from flax_spmd._src.checkpoint.storage.store import as_path, open_store
+from flax_spmd._src.checkpoint.storage.store import as_path, open_store, path_text
 from flax_spmd._src.data.checksums import formula_of
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.notebook_html import (
@@ -287,7 +287,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     >>> checkpoint.verify(tmp / 'step_6')
     []
   """
-  with joint('verify', f'The verification of {path}'):
+  with joint('verify', f'The verification of {path_text(path)}'):
     return read_whole(as_path(path), lambda source: _verified(reader_of(path, source)))
 
 

@@ -31,6 +31,7 @@ from flax_spmd._src.checkpoint.matching.routes import Side
 from flax_spmd._src.checkpoint.preflight import mismatch_text, saved_side
 from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, is_key
+from flax_spmd._src.checkpoint.storage.store import path_text
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointMismatchError, Problem
@@ -70,7 +71,7 @@ def linen_nnx_changes(
     >>> checkpoint.linen_nnx_changes(tmp / 'linen', model)
     Changes(renames={'^params/layers_(\\d+)/': 'layers/\\1/'})
   """
-  with joint('linen_nnx_changes', f'The comparison with {path}'):
+  with joint('linen_nnx_changes', f'The comparison with {path_text(path)}'):
     prepared = targets.of_tree(target, changes.only)
     variables = targets.variables_of(target, changes.only)
     reader = open_checkpoint(path)

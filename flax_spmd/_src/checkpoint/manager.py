@@ -48,6 +48,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointDamagedError,
@@ -330,7 +331,7 @@ class Manager:
   def _check_layout(self, target: Any) -> None:
     if isinstance(target, Plan) and target.layout != self.layout:
       raise LayoutError(
-        f'The plan is one of {target.layout!r}, but the manager has {self.layout!r}.\n'
+        f'The plan is one of {value_text(target.layout)}, but the manager has {value_text(self.layout)}.\n'
         'Fix: plan the state with the layout of the manager.'
       )
 

@@ -27,7 +27,7 @@ from flax_spmd._src.notebook_html import preformatted
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.reshard.array_transfer import shard_bytes
 from flax_spmd._src.source_lines import warn
-from flax_spmd._src.text import plural, size_text
+from flax_spmd._src.text import plural, size_text, value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointMismatchError, Problem, raise_problems
 
 _LINES = 40
@@ -237,7 +237,7 @@ def _too_wide(values: Mapping[str, Any], leaves: Mapping[str, LeafRecord]) -> li
     Problem(
       f'{path}: {leaf} in the target, but JAX makes arrays of {made[leaf.dtype]} of it.',
       'call jax.config.update("jax_enable_x64", True), or restore into numpy arrays, or pass '
-      f'Changes(dtypes={{{leaf.dtype!r}: {made[leaf.dtype]!r}}}) and a target of the narrower dtype.',
+      f'Changes(dtypes={{{value_text(leaf.dtype)}: {value_text(made[leaf.dtype])}}}) and a target of the narrower dtype.',
     )
     for path, leaf in leaves.items()
     if made[leaf.dtype] != leaf.dtype and getattr(values[path], 'sharding', None) is not None

@@ -24,14 +24,14 @@ from flax_spmd._src.checkpoint.storage.readers import (
   reader_of,
 )
 from flax_spmd._src.checkpoint.storage.source import Source, read_whole
-from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.store import as_path, path_text
 from flax_spmd._src.checkpoint.storage.verification import Damage
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
-from flax_spmd._src.text import shown
+from flax_spmd._src.text import shown, value_text
 from flax_spmd.errors import TargetError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def restore_with(
     also: function of the generation, or of None if the path has none.
     path, target, changes, layout, mesh, rules, boxed, verify, salvage, limit, memory, show: see `restore`.
   """
-  with joint('restore', f'The restore of {path}'):
+  with joint('restore', f'The restore of {path_text(path)}'):
     async_save.finish()
     check_bytes(limit=limit, memory=memory)
     prepared = _prepared(target, layout, mesh, rules, changes)
@@ -290,7 +290,7 @@ def _prepared(target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes)
   check_is_changes(changes)
   if not isinstance(layout, Layout | None):
     raise TargetError(
-      f'layout={shown(repr(layout))} is no layout.\n'
+      f'layout={shown(value_text(layout))} is no layout.\n'
       'Fix: pass a Layout; a mesh is passed as mesh=, a table as rules=, and a plan as the target.'
     )
   if target is None:

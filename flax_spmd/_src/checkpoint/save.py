@@ -12,6 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave, error_elsewhere
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
 from flax_spmd._src.checkpoint.storage.contents import (
   Contents,
   PendingRecord,
@@ -22,7 +23,7 @@ from flax_spmd._src.checkpoint.storage.contents import (
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import align_operations, context
-from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.store import as_path, path_text
 from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
@@ -66,7 +67,7 @@ def save(
   Raises:
     CheckpointExistsError: `path` exists; or, with `overwrite`, it holds files of others. It is left unchanged.
     CheckpointBusyError: another process is writing to `path`.
-    LayoutError: the state is not one of the plan.
+    LayoutError: the state is not one of the plan, or contains itself.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
       `save_async` has failed; or the storage failed; or the processes pass different paths.
 
@@ -142,6 +143,7 @@ class SaveRequest(NamedTuple):
   show: bool = False
 
 
+@in_flight()
 def start_save(
   path: str | os.PathLike[str],
   state: Any,
@@ -161,7 +163,9 @@ def start_save(
       may wait for the others in it.
     after: function called in the first process once the checkpoint is committed. No process returns before it.
   """
-  call = JointCall('save', f'The save to {path}', lambda failure: error_elsewhere(path, failure))
+  call = JointCall(
+    'save', f'The save to {path_text(path)}', lambda failure: error_elsewhere(path, failure)
+  )
   try:
     folder = as_path(path)
     async_save.finish()

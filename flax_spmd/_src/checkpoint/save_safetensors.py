@@ -52,7 +52,7 @@ from flax_spmd._src.checkpoint.targets import changed_leaves
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import size_text, with_article
+from flax_spmd._src.text import size_text, value_text, with_article
 from flax_spmd.errors import CheckpointError, CheckpointExistsError, Problem, problems_text
 
 _SHARD_BYTES = 5_000_000_000  # of a folder's files, as in Hugging Face's libraries
@@ -182,7 +182,7 @@ def _check_tensors(records: Mapping[str, LeafRecord]) -> None:
     if other != path:
       problems.append(Problem(f'{path} and {other} would be one tensor.', NAMES_FIX))
     if any(map(is_unsafe_name, tensor_path(path).split('/'))) or path == METADATA:
-      problems.append(Problem(f'{path!r} is not safe as a name.', NAMES_FIX))
+      problems.append(Problem(f'{value_text(path)} is not safe as a name.', NAMES_FIX))
     if leaf.dtype not in FORMAT_NAMES:
       fix = "keep it out, with Changes(unused='regex'), or save its data: jax.random.key_data(key), or another dtype."
       problems.append(Problem(f'{path} is {leaf}, which safetensors cannot hold.', fix))
@@ -201,11 +201,11 @@ def _planned(
   texts = {'format': 'pt'} if metadata is None else dict(metadata)
   if not all(isinstance(text, str) for pair in texts.items() for text in pair):
     raise CheckpointError(
-      f'metadata={metadata!r} holds more than strings.\nFix: pass a dict of strings.'
+      f'metadata={value_text(metadata)} holds more than strings.\nFix: pass a dict of strings.'
     )
   if most is not None and (type(most) is not int or most < 1):
     raise CheckpointError(
-      f'max_shard_bytes={most!r} is not a number of bytes.\nFix: pass 5_000_000_000.'
+      f'max_shard_bytes={value_text(most)} is not a number of bytes.\nFix: pass 5_000_000_000.'
     )
   if path.name.endswith(SUFFIX):
     files = planned_files(tensors, most, texts, path.name)

@@ -26,8 +26,9 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_spmd._src.checkpoint.matching.allowed_changes import is_strings
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.checkpoint.storage.store import as_path, open_store
+from flax_spmd._src.checkpoint.storage.store import as_path, open_store, path_text
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.joint_call import first_line
 from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
@@ -35,7 +36,7 @@ from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.box_trees import plain
 from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, value_text
 from flax_spmd.errors import (
   CheckpointDamagedError,
   CheckpointError,
@@ -136,7 +137,7 @@ def save_program(path: Folder, step: Any, *args: Any, platforms: Sequence[str] |
     P('data',)
   """
   path = as_path(path)
-  with joint('save_program', f'The export to {path}'):
+  with joint('save_program', f'The export to {path_text(path)}'):
     content = _exported(path, step, args, platforms)
     if jax.process_index() == 0:
       open_store(path.parent).write(path.name, content)
@@ -194,6 +195,10 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     raise CheckpointError(
       'The arguments have modules of NNX, which are code of the model.\n'
       'Fix: nnx.split them, and merge them in the step.'
+    )
+  if isinstance(platforms, str) or not (platforms is None or is_strings(platforms)):
+    raise CheckpointError(
+      f"platforms={value_text(platforms)} is no list of names.\nFix: pass platforms=('cpu', 'tpu')."
     )
   _check_package()
   arguments, mesh = skeleton.flatten(plain(list(args))), cast(MeshLike, step.in_force.mesh)
@@ -333,7 +338,7 @@ def _check_platform(path: Any, head: Mapping[str, Any], mesh: Mesh) -> None:
   names = {'gpu': ('cuda', 'rocm')}.get(platform, (platform,))
   if not set(names) & set(head['platforms']):
     raise CheckpointError(
-      f'{path} is a program for {", ".join(head["platforms"])}, but the devices are of platform {platform!r}.\n'
+      f'{path} is a program for {", ".join(head["platforms"])}, but the devices are of platform {value_text(platform)}.\n'
       f'Fix: save it with platforms=({", ".join(map(repr, [*head["platforms"], names[0]]))}).'
     )
 

@@ -21,7 +21,7 @@ from flax_spmd._src.notebook_html import (
   written_page,
 )
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import size_text, time_text
+from flax_spmd._src.text import size_text, time_text, value_text
 from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
@@ -72,7 +72,7 @@ class Comparison:
     names = [outcome.name for outcome in self.outcomes]
     if name not in names:
       raise TargetDeviceError(
-        f'The comparison has no layout {name!r}.{did_you_mean(name, names)}\n'
+        f'The comparison has no layout {value_text(name)}.{did_you_mean(name, names)}\n'
         f'Fix: use one of {", ".join(names)}.'
       )
     return self.outcomes[names.index(name)]

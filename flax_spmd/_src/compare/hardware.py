@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 _SPREAD = (0.8, 1.3)  # of chips without published step times
@@ -188,13 +189,13 @@ def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Targe
   known = chips(file)
   if name not in known:
     raise TargetDeviceError(
-      f'There is no target {text!r}.{did_you_mean(name, known)}\n'
+      f'There is no target {value_text(text)}.{did_you_mean(name, known)}\n'
       f'Fix: use one of {", ".join(known)}, as in {_example(known, name)!r}, or describe the chip in a TOML file.'
     )
   chip = known[name]
   if not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)*', size):
     raise TargetDeviceError(
-      f'The target {text!r} has no number of chips.\nFix: write, for example, {_example(known, name)!r}.'
+      f'The target {value_text(text)} has no number of chips.\nFix: write, for example, {_example(known, name)!r}.'
     )
   return Target(text, chip, _topology(chip, [int(part) for part in size.split('x')], text))
 
@@ -208,7 +209,7 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
   if chip.torus:
     if len(sizes) != chip.torus:
       raise TargetDeviceError(
-        f'{text!r}: the torus of {chip.name} has {chip.torus} axes.\n'
+        f'{value_text(text)}: the torus of {chip.name} has {chip.torus} axes.\n'
         f'Fix: give the number of chips along each axis, such as {chip.name}:{"x".join(["4"] * chip.torus)}.'
       )
     return tuple(sizes)
@@ -216,7 +217,7 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
     return sizes[0], sizes[1]
   if len(sizes) > 2 or (sizes[0] > chip.per_node and sizes[0] % chip.per_node):
     raise TargetDeviceError(
-      f'{text!r}: {chip.name} has {chip.per_node} chips per node.\n'
+      f'{value_text(text)}: {chip.name} has {chip.per_node} chips per node.\n'
       f'Fix: give a multiple of that, or nodes and chips per node, such as {chip.name}:2x{chip.per_node}.'
     )
   nodes = max(1, sizes[0] // chip.per_node)

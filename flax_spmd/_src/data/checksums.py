@@ -16,7 +16,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from flax_spmd._src.data.array_parts import ArrayBox, over_processes, own_host_p
 from flax_spmd._src.data.crc32c import contracted, extended, followed
 from flax_spmd._src.data.mixed_sums import mixed_sums
 from flax_spmd._src.data.words import array_of, device_words, is_on_host, widened
+from flax_spmd._src.worker_threads import map_in_threads
 
 _FORM = re.compile(r'(crc32c:)?[0-9a-f]{8}')
 _NAME = 'crc32c:'
@@ -146,9 +146,8 @@ def _is_first(array: Any) -> bool:
 
 
 def _host_states(arrays: Sequence[Any], parts: Mapping[int, list[ArrayBox]]) -> dict[int, int]:
-  with ThreadPoolExecutor(os.cpu_count()) as threads:
-    states = threads.map(lambda i: _host_state(parts[i], arrays[i].shape), parts)
-    return dict(zip(parts, states, strict=True))
+  states = map_in_threads(lambda i: _host_state(parts[i], arrays[i].shape), parts, os.cpu_count() or 1)
+  return dict(zip(parts, states, strict=True))
 
 
 def _host_state(parts: Sequence[ArrayBox], shape: tuple[int, ...]) -> int:

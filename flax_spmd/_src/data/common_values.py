@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from flax_spmd._src.data.digests import digests
 from flax_spmd._src.data.words import array_of
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, ranges, text_problems
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -81,7 +82,7 @@ def check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], members: tup
 def check_choice(values: Any) -> None:
   """Raises `LayoutError` unless `values` is an argument of `Layout.check_processes`."""
   if values not in (True, False, 'part'):
-    raise LayoutError(f"values={values!r} is not a choice.\nFix: pass True, False or 'part'.")
+    raise LayoutError(f"values={value_text(values)} is not a choice.\nFix: pass True, False or 'part'.")
 
 
 def check_values(

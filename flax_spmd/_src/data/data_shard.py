@@ -24,6 +24,7 @@ from flax_spmd._src.data.batch_source import is_size
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import named, ranges
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 _Pieces: TypeAlias = Mapping[int, tuple[int, ...]]  # by process: the pieces of the rows, in order
@@ -62,7 +63,9 @@ class DataShard:
       64
     """
     if not is_size(size):
-      raise LayoutError(f'{size!r} is no number of rows.\nFix: pass a whole number of 1 or more.')
+      raise LayoutError(
+        f'{value_text(size)} is no number of rows.\nFix: pass a whole number of 1 or more.'
+      )
     if size % self.count:
       fits = max(self.count, size - size % self.count)
       raise LayoutError(

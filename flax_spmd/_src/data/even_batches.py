@@ -18,9 +18,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.data.batch_source import NO_BATCH, check_batches, has_positions, is_size
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -72,11 +74,11 @@ def even_batches(
     [4]
   """
   if last not in ('pad', 'drop'):
-    raise LayoutError(f"last={last!r} is not a choice.\nFix: pass 'pad' or 'drop'.")
+    raise LayoutError(f"last={value_text(last)} is not a choice.\nFix: pass 'pad' or 'drop'.")
   check_batches(batches, 'even_batches')
   if not is_size(size):
     raise LayoutError(
-      f'even_batches cannot make batches of {size!r} rows.\nFix: pass a whole number of 1 or more.'
+      f'even_batches cannot make batches of {value_text(size)} rows.\nFix: pass a whole number of 1 or more.'
     )
   return EvenBatches(batches, int(size), last, timeout)
 
@@ -203,6 +205,7 @@ def _rows(batch: Any, size: int) -> int:
   Raises:
     LayoutError: its arrays differ in length, or have more than `size` rows.
   """
+  check_no_cycles(batch)
   leaves = jax.tree_util.tree_leaves_with_path(batch)
   rows = {path_string(path): np.shape(leaf)[0] for path, leaf in leaves if np.ndim(leaf)}
   fix = 'pass batches whose arrays have one number of rows each, the first dimension.'

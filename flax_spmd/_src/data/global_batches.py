@@ -26,6 +26,7 @@ from flax_spmd._src.data.repeated_rows import ROWS, LoadedPart, repeated_text, r
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, named, processes_of, ranges
 from flax_spmd._src.source_lines import warn
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -64,7 +65,9 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
     P('data',)
   """
   if check not in ('new', 'always', 'never'):
-    raise LayoutError(f"check={check!r} is not a choice.\nFix: pass 'new', 'always' or 'never'.")
+    raise LayoutError(
+      f"check={value_text(check)} is not a choice.\nFix: pass 'new', 'always' or 'never'."
+    )
   batch, arrays = _read(tree, shardings)
   shapes = _global_shapes(batch, arrays, check, timeout)
   targets = [array.sharding for array in batch.arrays]
@@ -134,7 +137,9 @@ _SAME_STRUCTURE = 'pass one sharding for each leaf of the batch, in a tree of th
 
 def _mismatches(array: Any, sharding: Any) -> list[Problem]:
   if not isinstance(sharding, NamedSharding):
-    text = 'it has no sharding.' if sharding is None else f'{sharding!r} is not a NamedSharding.'
+    text = (
+      'it has no sharding.' if sharding is None else f'{value_text(sharding)} is not a NamedSharding.'
+    )
     return [Problem(text, _SAME_STRUCTURE)]
   if isinstance(array, jax.Array) and not array.is_fully_addressable:
     text = 'it is a global array already.'

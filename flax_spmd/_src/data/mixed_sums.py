@@ -18,7 +18,6 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ import numpy as np
 
 from flax_spmd._src.data.array_parts import ArrayBox, over_processes, own_host_parts
 from flax_spmd._src.data.words import array_of, device_words, widened
+from flax_spmd._src.worker_threads import map_in_threads
 
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
 _MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
@@ -51,8 +51,7 @@ def mixed_sums(leaves: Sequence[Any], topic: str | None) -> list[str]:
     parts = own_host_parts(array, topic is None)
     return sum(_part_sum(part, array.shape) for part in parts) & _MASK
 
-  with ThreadPoolExecutor(os.cpu_count()) as threads:
-    sums = [*threads.map(own_sum, arrays)]
+  sums = map_in_threads(own_sum, arrays, os.cpu_count() or 1)
   total = over_processes(sums, topic, lambda one, two: (one + two) & _MASK)
   return [f'{one:08x}' for one in total]
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from flax_spmd._src.data.batch_source import NO_BATCH, BatchSource, check_batches, is_size
 from flax_spmd._src.progress import BatchProgress, batch_progress
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def prefetch(
   check_batches(batches, 'prefetch')
   if not is_size(size):
     raise LayoutError(
-      f'prefetch cannot keep {size!r} batches ready.\n'
+      f'prefetch cannot keep {value_text(size)} batches ready.\n'
       'Fix: pass a whole number of 1 or more; with 2, one batch is ready while the next one loads.'
     )
   if not callable(place):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem, raise_problems
 
 _NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
@@ -34,7 +35,7 @@ def unusable(path: str, leaf: Any) -> Problem | None:
     deleted = f'{path} has been deleted, or donated to a jitted function.'
     return Problem(deleted, fix) if leaf.is_deleted() else None
   if not hasattr(leaf, '__jax_array__') and not _is_number(leaf):
-    shown = ' '.join(repr(leaf).split())
+    shown = ' '.join(value_text(leaf).split())
     return Problem(
       f'{path}: {shown:.60} is no array or number of JAX.',
       'convert it with numpy.asarray, or keep it out of the tree.',

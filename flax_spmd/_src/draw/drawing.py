@@ -29,7 +29,7 @@ from flax_spmd._src.draw.text_picture import Line, picture, words
 from flax_spmd._src.mesh import axis_sizes, describe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, value_text
 from flax_spmd.errors import LayoutError
 
 
@@ -152,7 +152,7 @@ def _checked(x: Any, name: str, sharding: Any) -> Sharding:
     )
   if not isinstance(sharding, Sharding):
     raise LayoutError(
-      f'{sharding!r} is not a sharding of {name}.\n'
+      f'{value_text(sharding)} is not a sharding of {name}.\n'
       "Fix: pass a jax.sharding.Sharding such as NamedSharding(mesh, PartitionSpec('data'))."
     )
   return sharding
@@ -179,7 +179,7 @@ def _indices(sharding: Sharding, name: str, shape: tuple[int, ...]) -> Mapping[A
     return sharding.devices_indices_map(shape)
   except (ValueError, IndexError, AssertionError) as error:  # JAX asserts the rank
     raise LayoutError(
-      f'{name} does not fit its sharding {sharding!r}: {error}\n'
+      f'{name} does not fit its sharding {value_text(sharding)}: {error}\n'
       'Fix: choose a divisible shape, or pass a NamedSharding, which is drawn with padding.'
     ) from None
 

@@ -19,11 +19,12 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, KeyPath
 
 from flax_spmd._src import compat
+from flax_spmd._src.cycles import outermost_modules
 from flax_spmd._src.jit.tree_constraints import with_sharding_constraint
 from flax_spmd._src.mesh import MeshLike, placed_sharding
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.placements import PlacedPart, is_placement
-from flax_spmd._src.text import shown
+from flax_spmd._src.text import shown, value_text
 from flax_spmd._src.tree_paths import key_value, path_string
 from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
@@ -134,8 +135,8 @@ class Arguments(NamedTuple):
     args, kwargs = dynamic
     if isinstance(placements, str):
       raise LayoutError(
-        f'The bare string {placements!r} is no placement.\n'
-        f'Fix: write logical names as a tuple, ({placements!r}, None), or give one placement per argument.'
+        f'The bare string {value_text(placements)} is no placement.\n'
+        f'Fix: write logical names as a tuple, ({value_text(placements)}, None), or give one placement per argument.'
       )
     if is_placement(placements) and not _is_one_per_argument(placements):
       return (placements,) * len(args), dict.fromkeys(kwargs, placements)
@@ -391,7 +392,7 @@ def _check_hashable(static: Sequence[tuple[int | str, type, Any]]) -> None:
       hash(value)
     except TypeError:
       raise TypeError(
-        f'Static argument {where!r} is a {kind.__name__}, which is not hashable: {shown(value)}.\n'
+        f'Static argument {value_text(where)} is a {kind.__name__}, which is not hashable: {shown(value)}.\n'
         'Fix: pass a tuple, a frozen dataclass or another hashable value.'
       ) from None
 
@@ -461,6 +462,7 @@ def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[list[Any]], Any], list[Any]]:
   """`fn` as a function of its arrays and NNX modules, closed over all other arguments: numbers, models, functions."""
+  outermost_modules((args, kwargs))  # raises for what JAX would follow to the end of the stack
   leaves, treedef = jax.tree.flatten(
     (args, kwargs), is_leaf=lambda node: compat.is_nnx_module_type(type(node))
   )

@@ -30,6 +30,7 @@ from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import (
   LayoutError,
@@ -65,7 +66,7 @@ class NamedAxis(NamedTuple):
       return None
     if not isinstance(name, str):
       raise LayoutError(
-        f'axis_name is {name!r}, which is not the name of an axis.\n'
+        f'axis_name is {value_text(name)}, which is not the name of an axis.\n'
         "Fix: pass the name that the function reduces over, such as axis_name='batch'."
       )
     return cls(name, in_axes, out_axes)
@@ -120,7 +121,7 @@ class NamedAxis(NamedTuple):
     count = len(dynamic[0]) + len(dynamic[1])
     if count != 2:
       raise LayoutError(
-        f'axis_name={self.name!r} without in_axes is for a function of a state and a batch, but this call has {count} '
+        f'axis_name={value_text(self.name)} without in_axes is for a function of a state and a batch, but this call has {count} '
         f'argument{"" if count == 1 else "s"}.\n'
         'Fix: pass in_axes with an entry per argument: 0 to split its arrays along dimension 0, None to pass it whole.'
       )
@@ -179,7 +180,7 @@ class _Groups(NamedTuple):
     sizes = axis_sizes(mesh)
     if AxisType.Explicit in mesh.axis_types:
       raise MeshError(
-        f'axis_name={name!r} is not supported on the mesh {describe(mesh)}, which has Explicit axes: JAX cannot reduce '
+        f'axis_name={value_text(name)} is not supported on the mesh {describe(mesh)}, which has Explicit axes: JAX cannot reduce '
         'over an axis name there.\nFix: make the mesh with Auto axes.'
       )
     report_names((name,))
@@ -191,9 +192,9 @@ class _Groups(NamedTuple):
       axes = (name,)
     else:
       raise UnmatchedNameError(
-        f'axis_name {name!r} has no rule, and is no axis of the mesh {describe(mesh)}.'
+        f'axis_name {value_text(name)} has no rule, and is no axis of the mesh {describe(mesh)}.'
         + did_you_mean(name, [*rules.by_name, *sizes])
-        + f'\nFix: add a rule with the mesh axes of the batch, such as ({name!r}, {mesh.axis_names[0]!r}).'
+        + f'\nFix: add a rule with the mesh axes of the batch, such as ({value_text(name)}, {value_text(mesh.axis_names[0])}).'
       )
     return cls(name, axes, math.prod(sizes[axis] for axis in axes), mesh)
 
@@ -237,7 +238,7 @@ class _Groups(NamedTuple):
       if axis is None and compat.is_mapped(leaf):
         yield Problem(
           f'{result_path(path)} differs between {self}.',
-          f'reduce it in the function, lax.pmean(x, {self.name!r}), or pass out_axes: 0 joins the parts of all groups '
+          f'reduce it in the function, lax.pmean(x, {value_text(self.name)}), or pass out_axes: 0 joins the parts of all groups '
           'along dimension 0.',
         )
       elif axis is not None and not -rank <= axis < rank:
@@ -257,11 +258,11 @@ def _of_leaves(axes: Any, tree: Any, option: str, of: str) -> list[int | None]:
   wrong = [entry for entry in entries if not (entry is None or type(entry) is int)]
   try:
     if wrong:
-      raise ValueError(f'{wrong[0]!r} is neither a dimension nor None.')
+      raise ValueError(f'{value_text(wrong[0])} is neither a dimension nor None.')
     parts = prefix.flatten_up_to(tree)
   except (ValueError, TypeError) as error:
     raise LayoutError(
-      f'{option}={axes!r} is not a prefix of {of}: {error}\n'
+      f'{option}={value_text(axes)} is not a prefix of {of}: {error}\n'
       f'Fix: pass a dimension or None for each of {of}, or a tree of these that is a prefix of it.'
     ) from None
   return [axis for axis, part in zip(entries, parts, strict=True) for _ in jax.tree.leaves(part)]

@@ -21,7 +21,7 @@ from flax_spmd._src.jit.second_call import SecondCall
 from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
 from flax_spmd._src.notebook_html import plain_table, preformatted, safe
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import first_lines, plural, size_text
+from flax_spmd._src.text import first_lines, plural, size_text, value_text
 from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import LayoutError, did_you_mean
 
@@ -106,7 +106,7 @@ class ProgramExplanation(NamedTuple):
     rows = {row.path: row for row in (*self.arguments, *self.results)}
     if path not in rows:
       raise LayoutError(
-        f'There is no array {path!r} among the arguments and results of {self.name}.'
+        f'There is no array {value_text(path)} among the arguments and results of {self.name}.'
         f'{did_you_mean(path, rows)}\nFix: pass a path from the table.'
       )
     return rows[path]

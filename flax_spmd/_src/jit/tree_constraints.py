@@ -30,6 +30,7 @@ from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.rules.decisions import Resolution
 from flax_spmd._src.rules.placements import is_names, parts
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, MeshError, UnmatchedNameError, did_you_mean, raise_problems
 
@@ -103,7 +104,7 @@ def with_sharding_annotation(x: Any, name: str) -> Any:
     return x
   resolver, mesh = resolver_of(rules), mesh_for_constraints()
   if mesh is None:
-    raise MeshError(_NO_MESH.format(constraint=f'the annotation {name!r}'))
+    raise MeshError(_NO_MESH.format(constraint=f'the annotation {value_text(name)}'))
   sizes = axis_sizes(mesh)
   return _constrain_leaves(
     x, mesh, lambda leaf, axes: resolver.resolve_annotated(name, leaf, sizes, axes=axes), f'@{name}'
@@ -159,7 +160,7 @@ def _constrain_part(part: Any, placement: Any) -> Any:
     return jax.tree.map(lambda leaf: constrain(leaf, placement) if jnp.ndim(leaf) else leaf, part)
   rules, mesh = Rules.of(placement), mesh_for_constraints()
   if mesh is None:
-    raise MeshError(_NO_MESH.format(constraint=f'the constraint {placement!r}'))
+    raise MeshError(_NO_MESH.format(constraint=f'the constraint {value_text(placement)}'))
   rules.check_axes(axis_sizes(mesh))
   resolver, sizes = resolver_of(rules), axis_sizes(mesh)
   return _constrain_leaves(

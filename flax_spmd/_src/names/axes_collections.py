@@ -20,6 +20,7 @@ from flax.linen.partitioning import AxisMetadata
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.tree_paths import key_value, path_string
 
@@ -88,6 +89,7 @@ def read_collections(tree: Any, paths: Sequence[KeyPath]) -> dict[int, list[Give
 
 def entries_in(names: Any) -> list[Entry]:
   """The names in a tree of names: entries of axes collections, tuples and PartitionSpecs. Arrays in it are skipped."""
+  check_no_cycles(names)
   flat = jax.tree_util.tree_leaves_with_path(names, is_leaf=lambda node: is_axes(node) or is_names(node))
   plain = [
     Entry(keys_of(path), node, path_string(path))

@@ -69,6 +69,7 @@ def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
     >>> map_axis_meta(lambda box: box.names, tree)
     {'b': 2.0, 'w': ('data',)}
   """
+  check_no_cycles(tree)
   return meta.map_axis_meta(fn, tree)
 
 
@@ -129,6 +130,7 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     >>> replace_boxed({'w': Partitioned(1.0, ('data',))}, {'w': 2.0})
     {'w': Partitioned(2.0, names=('data',))}
   """
+  check_no_cycles(tree)
   return meta.replace_boxed(tree, updates)
 
 

@@ -40,7 +40,7 @@ from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd._src.text import shown
+from flax_spmd._src.text import shown, value_text
 from flax_spmd.errors import LayoutError, MeshAxisError, MeshError, RulesError, raise_problems
 
 PARTITION_NAME = meta.PARTITION_NAME
@@ -260,9 +260,9 @@ class Partitioned(_Base):
     if index >= len(names) or names[index] != name:
       actual = f'is {names[index]!r}' if index < len(names) else 'does not exist'
       raise LayoutError(
-        f'{self!r} in {compat.current_module() or "no module"}: a transformation removes '
-        f'dimension {index}, named {name!r} by its metadata_params, but that dimension {actual}.\n'
-        f'Fix: give the transformation the axis and the {PARTITION_NAME!r} that the variables were '
+        f'{value_text(self)} in {compat.current_module() or "no module"}: a transformation removes '
+        f'dimension {index}, named {value_text(name)} by its metadata_params, but that dimension {actual}.\n'
+        f'Fix: give the transformation the axis and the {value_text(PARTITION_NAME)} that the variables were '
         'initialised with.'
       )
     del names[index]
@@ -330,7 +330,7 @@ class Partitioned(_Base):
       rank = max(rank, len(self.value.shape))
     if index + rank < 0:
       raise LayoutError(
-        f'{self!r} in {compat.current_module() or "no module"}: axis {index} of a transformation does '
+        f'{value_text(self)} in {compat.current_module() or "no module"}: axis {index} of a transformation does '
         f'not exist, the rank is {rank}.\n'
         f'Fix: use an axis from {-rank} to {rank - 1} in variable_axes.'
       )
@@ -441,7 +441,7 @@ class LogicallyPartitioned(Partitioned):
 def _of_names_only(rules: Rules) -> Rules:
   if len(rules.pairs) < len(rules):
     raise RulesError(
-      f'A box has {rules!r}, but a box can only have rules for logical names.\n'
+      f'A box has {value_text(rules)}, but a box can only have rules for logical names.\n'
       'Fix: put rules for paths, fsdp(...) and functions into the table of the layout.'
     )
   return rules
@@ -571,7 +571,7 @@ def _canonical(names: Any) -> Any:
     if all(_is_entry(each) for each in entries):
       return entries
   raise LayoutError(
-    f'The names of a box in {compat.current_module() or "no module"} are {names!r}.\n'
+    f'The names of a box in {compat.current_module() or "no module"} are {value_text(names)}.\n'
     "Fix: write a tuple with a name, a tuple of mesh axes, or None for each dimension, such as ('embed', None)."
   )
 

@@ -26,6 +26,7 @@ from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd._src.names.nnx_variables import with_metadata_names
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import Leaf
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -94,7 +95,7 @@ def _by_tree(units: Sequence[_NamedUnit], names: Any) -> list[list[Any]]:
   raise_problems(
     [
       Problem(
-        f'{entry.origin} has names {entry.names!r}, but the tree has no such array.',
+        f'{entry.origin} has names {value_text(entry.names)}, but the tree has no such array.',
         'give names to arrays of the tree, by their paths in the tree or in a part of it.',
       )
       for entry in entries
@@ -112,7 +113,7 @@ def _problems(unit: _NamedUnit, given: Iterable[Any]) -> Iterator[Problem]:
   for names in given:
     if not is_names(names):
       yield Problem(
-        f'{unit.path}: its names are {names!r}, a {type(names).__name__}.',
+        f'{unit.path}: its names are {value_text(names)}, a {type(names).__name__}.',
         'give a tuple of logical names, a PartitionSpec of mesh axes, or None.',
       )
       return

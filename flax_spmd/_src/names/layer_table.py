@@ -19,6 +19,7 @@ import flax.linen as nn
 from flax_spmd._src import compat
 from flax_spmd._src.flax_layers import layer_names
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
 
@@ -86,7 +87,7 @@ class LayerTable:
       type(pair) is not tuple or len(pair) != 2 for pair in pairs
     ):
       raise LayoutError(
-        f'{written!r} is not a table of names.\n'
+        f'{value_text(written)} is not a table of names.\n'
         'Fix: give a dictionary or a sequence of pairs: from types of Flax modules, or expressions for paths, to names.'
       )
     raise_problems(list(_problems(pairs)))
@@ -133,7 +134,7 @@ class LayerTable:
     for pattern, names in (*self.paths, *self.stacks):
       if not any(map(searcher(pattern), known)):
         yield Problem(
-          f'{pattern!r}: {names!r} names nothing, as no array has such a path.{did_you_mean(pattern, known)}',
+          f'{value_text(pattern)}: {value_text(names)} names nothing, as no array has such a path.{did_you_mean(pattern, known)}',
           'correct the expression, or leave the entry out; an entry for a type may be for arrays that a model lacks.',
         )
     used = {origin.key for origin in origins}
@@ -145,7 +146,7 @@ class LayerTable:
       for name, near in zip(unused, meant, strict=True):
         if ends and (near or len(unused) == len(entry)):
           yield Problem(
-            f'{cls.__name__}, {name!r}: names nothing, as no such layer has that array.{near}',
+            f'{cls.__name__}, {value_text(name)}: names nothing, as no such layer has that array.{near}',
             'correct the path below the layer, or leave the entry out.',
           )
 
@@ -179,7 +180,7 @@ def _problems(pairs: Sequence[tuple[Any, Any]]) -> Iterator[Problem]:
       )
     elif not isinstance(value, Mapping):
       yield Problem(
-        f'{shown}: its entry is {value!r}, a {type(value).__name__}.',
+        f'{shown}: its entry is {value_text(value)}, a {type(value).__name__}.',
         "give a dictionary from paths of arrays below the layer to names: {'kernel': ('in', 'out')}.",
       )
     else:
@@ -192,7 +193,7 @@ def _name_problems(subject: str, names: Any) -> Iterator[Problem]:
   plain = type(names) is tuple and all(name is None or isinstance(name, str) for name in names)
   if names is not None and not plain:
     yield Problem(
-      f'{subject}: {names!r} is not a tuple of names.',
+      f'{subject}: {value_text(names)} is not a tuple of names.',
       'give a tuple of logical names, or None for an array without names.',
     )
 
@@ -227,7 +228,7 @@ def fitted(
     kind = f', a {layers[-1].cls.__name__}' if layers else ''
     shown = repr(key) if isinstance(key, str) else f'{key[0].__name__}, {key[1]!r}'
     problem = Problem(
-      f'{path}{kind}: entry {shown} has {len(names)} names {names!r}, but the array has rank {rank}.',
+      f'{path}{kind}: entry {shown} has {len(names)} names {value_text(names)}, but the array has rank {rank}.',
       'give at most one name for each dimension of a single layer; an entry with one str names those of nn.scan and vmap.',
     )
     names = None

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey
 
 from flax_spmd._src import compat
-from flax_spmd._src.cycles import one_level
+from flax_spmd._src.cycles import one_level, outermost_modules
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import OptaxState, optax_fields
 from flax_spmd._src.rules.table import Rules
@@ -72,7 +72,7 @@ def _names(given: Any) -> Any:
 
 def has_modules(tree: Any) -> bool:
   """Whether a tree has modules, or variables that are not in an `nnx.State`."""
-  return any(is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=ends_walk))
+  return bool(outermost_modules(tree)) or any(map(is_module, jax.tree.leaves(tree, is_leaf=ends_walk)))
 
 
 def is_module(node: Any) -> bool:

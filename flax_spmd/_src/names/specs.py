@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, report_names
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.names.box_trees import is_axis_metadata, is_unit, static_of
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned, Static
@@ -183,6 +184,7 @@ def _unit_spec(names: TreeNames, index: int, spec: PartitionSpec) -> Any:
 
 def _map_specs(fn: Callable[[Any], Any], tree: Any) -> Any:
   """Applies `fn` to every spec of a tree, once per object: many leaves share a few specs."""
+  check_no_cycles(tree)
   specs, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
   by_id = {id(spec): spec for spec in specs}
   results = {key: fn(spec) for key, spec in by_id.items()}

@@ -45,7 +45,7 @@ from flax_spmd._src.names.optimizer_state import (
 )
 from flax_spmd._src.names.unit_paths import UnitPaths
 from flax_spmd._src.rules.decisions import padded
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem
 
@@ -129,7 +129,7 @@ class TreeNames:
         continue
       if len(static.names) < len(shape):
         problem = Problem(
-          f'{plural(len(static.names), "name")} {static.names!r} for an array of rank {len(shape)}, in a box of nnx.bridge, '
+          f'{plural(len(static.names), "name")} {value_text(static.names)} for an array of rank {len(shape)}, in a box of nnx.bridge, '
           'which does not name the dimension that nn.scan or nn.vmap adds.',
           'create the variable with nnx.with_partitioning(init, names, '
           'linen_meta_type=flax_spmd.LogicallyPartitioned), whose box does.',

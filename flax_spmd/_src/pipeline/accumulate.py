@@ -22,7 +22,7 @@ from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import first_lines
+from flax_spmd._src.text import first_lines, value_text
 from flax_spmd.errors import PipelineError
 
 
@@ -146,7 +146,7 @@ def _size(batch: Any, axis: int) -> int:
     )
   if type(axis) is not int:
     raise PipelineError(
-      f'accumulate: axis={axis!r} is not an integer.\nFix: pass one dimension for all arrays.'
+      f'accumulate: axis={value_text(axis)} is not an integer.\nFix: pass one dimension for all arrays.'
     )
   named = [(name, jax.typeof(leaf)) for name, leaf in leaves]
   if not named:

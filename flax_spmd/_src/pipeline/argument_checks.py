@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.text import first_lines
+from flax_spmd._src.text import first_lines, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
@@ -22,7 +22,7 @@ def check_seconds(seconds: float, name: str) -> None:
   """Raises PipelineError unless a number is positive."""
   is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
   if not is_number or not seconds > 0:
-    raise PipelineError(f'{name} is {seconds!r}.\nFix: pass a positive number of seconds.')
+    raise PipelineError(f'{name} is {value_text(seconds)}.\nFix: pass a positive number of seconds.')
 
 
 def unexpected(named: Sequence[tuple[str, Any]]) -> list[str]:

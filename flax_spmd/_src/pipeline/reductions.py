@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import first_lines
+from flax_spmd._src.text import first_lines, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
@@ -181,14 +181,14 @@ def _mismatch(op: Any, result: Any, count: int) -> str | None:
   if isinstance(op, STACKING):
     name, new = type(op).__name__, isinstance(op, Stack)
     if type(op.axis) is not int:
-      return f'the axis of {op!r} is not an integer.'
+      return f'the axis of {value_text(op)} is not an integer.'
     rank = len(result.shape) + 1 if new else max(len(result.shape), 1)
     return None if -rank <= op.axis < rank else f'{text} has no axis {op.axis} to {name} along.'
   if is_custom(op):
     return _state_mismatch(op, result, count)
   if not isinstance(op, (Add, Max)):
     return (
-      f'{getattr(op, "__name__", repr(op))} is not an op; the ops are Add, Mean, Max, Stack, Concat, and '
+      f'{getattr(op, "__name__", value_text(op))} is not an op; the ops are Add, Mean, Max, Stack, Concat, and '
       'objects with methods state and update.'
     )
   kinds, supported = op.combines

@@ -21,7 +21,7 @@ from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.clauses import AnnotationRule, Clause, NameRule, OwningClause
 from flax_spmd._src.rules.decisions import Reason, RuleId, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import listed_paths, plural, size_text
+from flax_spmd._src.text import listed_paths, plural, size_text, value_text
 from flax_spmd.errors import did_you_mean
 
 
@@ -291,7 +291,7 @@ def _idle_axes(planner: Planner, kinds: Sequence[_Kind]) -> Iterable[Finding]:
   used |= _axes_of_activations(planner.rules, kinds)
   for axis, size in planner.sizes.items():
     if axis not in used and size > 1:
-      yield Finding('idle axis', f'mesh axis {axis!r} ({size}) is not used by this tree.')
+      yield Finding('idle axis', f'mesh axis {value_text(axis)} ({size}) is not used by this tree.')
 
 
 def _nothing_sharded(planner: Planner, kinds: Sequence[_Kind]) -> Iterable[Finding]:

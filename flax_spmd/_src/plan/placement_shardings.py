@@ -24,7 +24,7 @@ from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
 from flax_spmd._src.rules.placements import PlacedPart, is_table, parts
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import rank_text
+from flax_spmd._src.text import rank_text, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import FlaxSpmdError, LayoutError, MeshError, Problem, did_you_mean, raise_problems
 
@@ -47,7 +47,7 @@ def check_row_placement(placement: Any, planner: Planner) -> None:
   """
   if not isinstance(placement, (tuple, PartitionSpec)) or placement == ():
     raise LayoutError(
-      f'{placement!r} is no placement of a batch.\n'
+      f'{value_text(placement)} is no placement of a batch.\n'
       "Fix: pass the logical name of its rows, or ('batch', None), or a PartitionSpec."
     )
   names = () if isinstance(placement, PartitionSpec) else placement
@@ -55,8 +55,8 @@ def check_row_placement(placement: Any, planner: Planner) -> None:
   raise_problems(
     [
       Problem(
-        f'dim {dim} {name!r}: no rule for this logical name.{did_you_mean(name, by_name)}',
-        f'add a rule to the layout; ({name!r}, None) for rows that every process reads.',
+        f'dim {dim} {value_text(name)}: no rule for this logical name.{did_you_mean(name, by_name)}',
+        f'add a rule to the layout; ({value_text(name)}, None) for rows that every process reads.',
       )
       for dim, name in enumerate(names)
       if isinstance(name, str) and name not in by_name and name not in planner.sizes
@@ -148,7 +148,7 @@ def shardings_of_parts(tree: Any, placements: Any, planner: Planner) -> list[Sha
     elif is_table(placement):
       problems.append(
         Problem(
-          f'{path_string(path)}: {placement!r} cannot place the local part of an array.',
+          f'{path_string(path)}: {value_text(placement)} cannot place the local part of an array.',
           'give the logical names of its dimensions, a PartitionSpec or a sharding.',
         )
       )
@@ -237,7 +237,7 @@ def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
   """The mesh axes among logical names, which would be ignored silently."""
   return [
     Problem(
-      f'dim {dim} {name!r}: this is a mesh axis, where logical names are expected.',
+      f'dim {dim} {value_text(name)}: this is a mesh axis, where logical names are expected.',
       'give mesh axes as a PartitionSpec, or use a logical name that has a rule.',
     )
     for dim, name in enumerate(names)

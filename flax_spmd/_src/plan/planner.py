@@ -43,6 +43,7 @@ from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.path_patterns import Search, searcher
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 _CACHED_TREES = 64
@@ -614,8 +615,8 @@ def _ends_at_a_spec(route: Any) -> bool:
 
 def _bare_string(names: str) -> Problem:
   return Problem(
-    f'its names are the bare string {names!r}, which would be read letter by letter.',
-    f'write them as a tuple, ({names!r},).',
+    f'its names are the bare string {value_text(names)}, which would be read letter by letter.',
+    f'write them as a tuple, ({value_text(names)},).',
   )
 
 

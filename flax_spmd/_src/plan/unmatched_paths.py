@@ -14,6 +14,7 @@ from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.clauses import PathRule
 from flax_spmd._src.rules.decisions import RuleId, rule_text
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem, RulesError, raise_problems
 
 
@@ -48,7 +49,7 @@ def _problem(rule: RuleId, clause: PathRule, paths: Sequence[str]) -> Problem:
   reason = 'matched no array.' if idle is None else idle.text
   return Problem(
     f'rule {rule_text(rule)} {clause.short} {reason}',
-    f'no array of this state is sharded. Write expressions that its paths contain, such as {paths[0]!r}; '
+    f'no array of this state is sharded. Write expressions that its paths contain, such as {value_text(paths[0])}; '
     "('.*', PartitionSpec()) at the end of the table replicates what no expression matches.",
     RulesError,
   )

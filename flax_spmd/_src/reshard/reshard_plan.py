@@ -34,7 +34,7 @@ from flax_spmd._src.reshard.array_transfer import (
   transfer_of,
 )
 from flax_spmd._src.source_lines import warn
-from flax_spmd._src.text import plural, size_text
+from flax_spmd._src.text import plural, size_text, value_text
 from flax_spmd._src.text_table import TextTable, plain_text
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -205,11 +205,11 @@ def cast_dtype(leaf: Any, dtype: Any) -> Any:
     jnp.dtype(dtype)
   except TypeError:
     raise LayoutError(
-      f'dtype={dtype!r} is not a dtype.\nFix: pass a floating-point dtype, such as bfloat16.'
+      f'dtype={value_text(dtype)} is not a dtype.\nFix: pass a floating-point dtype, such as bfloat16.'
     ) from None
   if not jnp.issubdtype(dtype, jnp.floating):
     raise LayoutError(
-      f'dtype={jnp.dtype(dtype).name!r} has no floating-point numbers, which the arrays have.\n'
+      f'dtype={value_text(jnp.dtype(dtype).name)} has no floating-point numbers, which the arrays have.\n'
       'Fix: pass a floating-point dtype, such as bfloat16; quantize the state in a function of its own.'
     )
   return jnp.dtype(dtype)

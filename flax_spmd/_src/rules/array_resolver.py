@@ -29,7 +29,7 @@ from flax_spmd._src.rules.mesh_axes import RuleSource, resolve_axes
 from flax_spmd._src.rules.path_patterns import PathMatcher
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd._src.text import plural, rank_text
+from flax_spmd._src.text import plural, rank_text, value_text
 from flax_spmd.errors import Problem, RulesError, UnmatchedNameError
 
 
@@ -319,7 +319,7 @@ class ArrayResolver:
 
   def _no_spec(self, index: int, result: Any) -> Resolution:
     wrong = Problem(
-      f'rule {index} {self._rules.parsed[index]!r} returned {result!r}.',
+      f'rule {index} {value_text(self._rules.parsed[index])} returned {value_text(result)}.',
       'return a PartitionSpec, or None where the rule does not apply.',
       RulesError,
     )

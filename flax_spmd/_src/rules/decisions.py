@@ -19,6 +19,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import (
   Problem,
   RulesError,
@@ -191,7 +192,7 @@ class Policies:
   def __post_init__(self):
     problems = [
       Problem(
-        f'{name}={getattr(self, name)!r} is not a policy value.',
+        f'{name}={value_text(getattr(self, name))} is not a policy value.',
         f'{name} is one of {", ".join(map(repr, values))}.',
       )
       for name, values in _POLICY_VALUES.items()

@@ -28,6 +28,7 @@ from flax_spmd._src.rules.decisions import (
   axis_names,
 )
 from flax_spmd._src.rules.mesh_axes import _AxesCheck, _cut
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import (
   ConflictError,
   Problem,
@@ -129,7 +130,7 @@ class Resolver:
     return Problem(
       f'{_dimension(decision)}: no rule for this logical name (names {tuple(names)!r}).'
       + did_you_mean(decision.name, self.by_name),
-      f'correct the name, or add a rule for it; ({decision.name!r}, None) replicates it.',
+      f'correct the name, or add a rule for it; ({value_text(decision.name)}, None) replicates it.',
       UnmatchedNameError,
     )
 
@@ -139,7 +140,7 @@ class Resolver:
     return Problem(
       f'{_dimension(decision)}: size {size} is not divisible by {_cut(axes, self.sizes or {})}, '
       f'required by {self._rule(rule)}.',
-      f'pad it to {-(-size // parts) * parts}, put the rule ({decision.name!r}, None) before rule '
+      f'pad it to {-(-size // parts) * parts}, put the rule ({value_text(decision.name)}, None) before rule '
       f"{rule} to replicate it, or give the table indivisible='next' or 'replicate'.",
     )
 
@@ -151,8 +152,8 @@ class Resolver:
     ]
     return Problem(
       f'{_dimension(decision)}: {self._rule(lost.rule)} lost its mesh axes to {" and ".join(owners)}.',
-      f'add a fallback for {decision.name!r} after rule {lost.rule}, such as '
-      f'({decision.name!r}, None), or put its rule first.',
+      f'add a fallback for {value_text(decision.name)} after rule {lost.rule}, such as '
+      f'({value_text(decision.name)}, None), or put its rule first.',
       ConflictError,
     )
 

@@ -23,6 +23,7 @@ from flax_spmd._src.rules.decisions import (
   Skipped,
   axis_names,
 )
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import (
   MeshAxisError,
   Problem,
@@ -127,7 +128,7 @@ class _AxesCheck:
 
   def _strange(self, dim: int) -> Problem:
     return Problem(
-      f'dim {dim} of {self._source_text()}: {self.entries[dim]!r} is neither a name nor mesh axes.',
+      f'dim {dim} of {self._source_text()}: {value_text(self.entries[dim])} is neither a name nor mesh axes.',
       'write a name, a tuple of mesh axes, or None.',
     )
 
@@ -140,7 +141,7 @@ class _AxesCheck:
     else:
       fix = '.'
     return Problem(
-      f'dim {dim} of {self._source_text()}: {axis!r} is not an axis of the mesh, which has {tuple(known)!r}.'
+      f'dim {dim} of {self._source_text()}: {value_text(axis)} is not an axis of the mesh, which has {tuple(known)!r}.'
       + did_you_mean(axis, known),
       f'correct the axis name{fix}',
       MeshAxisError,
@@ -148,7 +149,7 @@ class _AxesCheck:
 
   def _reused(self, dim: int, axis: str, how: str) -> Problem:
     return Problem(
-      f'dim {dim} of {self._source_text()}: mesh axis {axis!r} is used {how}.',
+      f'dim {dim} of {self._source_text()}: mesh axis {value_text(axis)} is used {how}.',
       'use every mesh axis for one dimension only.',
     )
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from flax_spmd._src.rules.bounded_search import MOST_WAYS, UnboundedError, bounded_search, ways
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem
 
 Search = Callable[[str], object]
@@ -33,23 +34,25 @@ def problem_of(subject: str, pattern: str, *, replaced: bool = False) -> Problem
     replaced: whether a match is replaced by another text, so that only `re` can search for it.
   """
   if not isinstance(pattern, str):
-    return Problem(f'{subject}: {pattern!r} is not a text.', 'pass a regular expression for paths.')
+    return Problem(
+      f'{subject}: {value_text(pattern)} is not a text.', 'pass a regular expression for paths.'
+    )
   try:
     searcher(pattern)
   except UnboundedError as error:
     return Problem(
-      f'{subject}: a search for {pattern!r} may take exponential time, because it has nested repetitions and '
+      f'{subject}: a search for {value_text(pattern)} may take exponential time, because it has nested repetitions and '
       f'a construct of the kind {error}.',
       'write it without backreferences and possessive groups, or without a repetition inside a repetition.',
     )
   except (re.error, OverflowError, RecursionError) as error:
     return Problem(
-      f'{subject}: {pattern!r} is not a regular expression: {error}.',
+      f'{subject}: {value_text(pattern)} is not a regular expression: {error}.',
       'correct it; it is searched for in paths such as params/layers/wi.',
     )
   if replaced and ways(pattern) > MOST_WAYS:
     return Problem(
-      f'{subject}: a replacement of {pattern!r} may take exponential time, because it has nested repetitions.',
+      f'{subject}: a replacement of {value_text(pattern)} may take exponential time, because it has nested repetitions.',
       'write it without a repetition inside a repetition.',
     )
   return None

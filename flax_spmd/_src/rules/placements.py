@@ -19,7 +19,7 @@ from jax.tree_util import KeyPath
 
 from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.rules.table import is_whole_table
-from flax_spmd._src.text import shown
+from flax_spmd._src.text import shown, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError
 
@@ -60,15 +60,16 @@ def parts(tree: Any, placements: Any, below: KeyPath = ()) -> tuple[list[PlacedP
       contains itself.
   """
   check_no_cycles(tree)
+  check_no_cycles(placements)
   described, treedef = jax.tree_util.tree_flatten_with_path(placements, is_leaf=is_placement)
   wrong = [placement for _, placement in described if not is_placement(placement)]
   try:
     if wrong:
-      raise ValueError(f'{wrong[0]!r} is not a placement.')
+      raise ValueError(f'{value_text(wrong[0])} is not a placement.')
     trees = treedef.flatten_up_to(tree)
   except (ValueError, TypeError) as error:
     raise LayoutError(
-      f'{f"{path_string(below)}: the" if below else "The"} placements {placements!r} are not a prefix of the tree: {shown(error)}\n'
+      f'{f"{path_string(below)}: the" if below else "The"} placements {value_text(placements)} are not a prefix of the tree: {shown(error)}\n'
       "Fix: give one array's names, such as ('batch', None), for all leaves, or a tree of placements shaped "
       'like the arrays; mesh axes go into a PartitionSpec, rules into Rules(...).'
     ) from None

@@ -43,7 +43,7 @@ from flax_spmd._src.rules.clauses import (
 from flax_spmd._src.rules.decisions import Axes, Names, Policies, Resolution, RuleId, rule_text
 from flax_spmd._src.rules.logical_axes import Resolver
 from flax_spmd._src.rules.toml_values import quoted
-from flax_spmd._src.text import shown, without_addresses
+from flax_spmd._src.text import shown, value_text, without_addresses
 from flax_spmd.errors import (
   LayoutError,
   MeshAxisError,
@@ -118,13 +118,13 @@ class Rules(RuleTable):
       return cls(rules, **policies)
     if not isinstance(rules, (tuple, list)):
       raise RulesError(
-        f'A rule table is a tuple or a list of rules, got {rules!r}.\n'
+        f'A rule table is a tuple or a list of rules, got {value_text(rules)}.\n'
         "Fix: write it as (('batch', 'data'), ('hidden', 'model'))."
       )
     if _parse(rules)[0] is not None:
       raise RulesError(
-        f'{rules!r} is one rule, where a table of rules is expected.\n'
-        f'Fix: write a table of one rule with a comma, ({rules!r},).'
+        f'{value_text(rules)} is one rule, where a table of rules is expected.\n'
+        f'Fix: write a table of one rule with a comma, ({value_text(rules)},).'
       )
     return cls(*rules, **policies)
 
@@ -319,7 +319,7 @@ class Rules(RuleTable):
       return None
     if isinstance(names, (str, bytes)) or not isinstance(names, (Sequence, PartitionSpec)):
       raise LayoutError(
-        f'The names of an array are {shown(repr(names))}.\n'
+        f'The names of an array are {shown(value_text(names))}.\n'
         "Fix: write a tuple with a name or None for each dimension, such as ('batch', None)."
       )
     resolution = self.resolve(names)
@@ -356,7 +356,7 @@ class Rules(RuleTable):
       raise
     except ValueError as error:
       raise RulesError(
-        f'Rule {index} {clause!r} has no text form: {error}.\n'
+        f'Rule {index} {value_text(clause)} has no text form: {error}.\n'
         'Fix: write path rules and fsdp(...) instead, in tables that are saved.'
       ) from None
 
@@ -371,7 +371,7 @@ class Rules(RuleTable):
       missing = [] if self._policies.missing_axis == 'drop' else clause.mesh_axes
       problems += [
         Problem(
-          f'Rule {rule_text((*within, index))} {clause!r} uses mesh axis {axis!r}, but the mesh has axes '
+          f'Rule {rule_text((*within, index))} {value_text(clause)} uses mesh axis {value_text(axis)}, but the mesh has axes '
           f'{tuple(sizes)!r}.' + did_you_mean(axis, sizes),
           "correct the axis name, add the axis to the mesh, or give the table missing_axis='drop'.",
           MeshAxisError,
@@ -454,7 +454,7 @@ def _parse(written: Any) -> tuple[Clause | None, bool]:
 def _invalid(index: int, clause: Any) -> Problem:
   forms = [kind.form for kind in (*KINDS[:-1], Host, KINDS[-1])]
   return Problem(
-    f'Rule {index} is {clause!r}, which is not a rule.',
+    f'Rule {index} is {value_text(clause)}, which is not a rule.',
     f'write every rule as {", ".join(forms[:-1])} or {forms[-1]}.',
   )
 
@@ -463,7 +463,7 @@ def _read_policies(policies: Mapping[str, Any]) -> Policies:
   known = [field.name for field in dataclasses.fields(Policies)]
   problems = [
     Problem(
-      f'{name!r} is not a policy of a rule table.' + did_you_mean(name, known),
+      f'{value_text(name)} is not a policy of a rule table.' + did_you_mean(name, known),
       f'the policies are {", ".join(known)}.',
     )
     for name in policies

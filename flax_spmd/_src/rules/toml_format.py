@@ -43,6 +43,7 @@ from flax_spmd._src.mesh import MOST_DEVICES
 from flax_spmd._src.rules.clauses.base import kind_of_toml, toml_forms, toml_kinds
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.rules.toml_values import quoted, read_axes
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import MeshError, RulesError, did_you_mean
 
 FORMAT = 1
@@ -95,7 +96,7 @@ def read(text: str) -> Parsed:
     )
   if text.strip().endswith('.toml') and len(text.splitlines()) == 1:
     raise RulesError(
-      f'{text!r} is the name of a layout file, not its text.\nFix: pass its text, Path({text!r}).read_text().'
+      f'{value_text(text)} is the name of a layout file, not its text.\nFix: pass its text, Path({value_text(text)}).read_text().'
     )
   _check_nesting(text, 'The layout file')
   try:
@@ -159,7 +160,7 @@ def _check_sections(table: Mapping[str, Any]) -> None:
   for name in table:
     if name not in _SECTIONS:
       raise RulesError(
-        f'The layout file has an entry {name!r}, which means nothing.{did_you_mean(name, _SECTIONS)}\n'
+        f'The layout file has an entry {value_text(name)}, which means nothing.{did_you_mean(name, _SECTIONS)}\n'
         f'Fix: the entries are {", ".join(sorted(_SECTIONS))}.'
       )
   if 'format' not in table or type(version) is not int or version < 1:
@@ -183,7 +184,7 @@ def _check_sizes(mesh: Mapping[str, Any]) -> None:
   for name, size in mesh.items():
     if type(size) is not int or (size < 1 and size != -1):
       raise RulesError(
-        f'The layout file gives mesh axis {name!r} the size {_shown(size)}.\n'
+        f'The layout file gives mesh axis {value_text(name)} the size {_shown(size)}.\n'
         'Fix: write a positive number, or -1 for the rest of the devices.'
       )
   if math.prod(map(abs, mesh.values())) > MOST_DEVICES:
@@ -207,12 +208,12 @@ def _check_types(types: Any, mesh: Mapping[str, int]) -> None:
   for name, value in types.items():
     if name not in mesh:
       raise RulesError(
-        f'The layout file has {name!r} in [mesh_axis_types], which is not an axis of its mesh.'
+        f'The layout file has {value_text(name)} in [mesh_axis_types], which is not an axis of its mesh.'
         f'{did_you_mean(name, mesh)}\nFix: the axes are {", ".join(mesh)}.'
       )
     if not isinstance(value, str) or value not in _TYPES:
       raise RulesError(
-        f'The layout file gives mesh axis {name!r} the type {_shown(value)}.'
+        f'The layout file gives mesh axis {value_text(name)} the type {_shown(value)}.'
         f'{did_you_mean(value, _TYPES) if isinstance(value, str) else ""}\n'
         f'Fix: the types are {", ".join(_TYPES)}.'
       )
@@ -281,7 +282,7 @@ def _key(name: Any) -> str:
   except ValueError:
     pass
   raise RulesError(
-    f'Mesh axis {name!r} has no text form.\nFix: name the axes of the mesh with plain strings.'
+    f'Mesh axis {value_text(name)} has no text form.\nFix: name the axes of the mesh with plain strings.'
   )
 
 
@@ -290,7 +291,7 @@ def _type_text(name: str, type_: AxisType) -> str:
     if type_ is known:
       return text
   raise RulesError(
-    f'Mesh axis {name!r} is {type_.name}, which only exists inside shard_map.\n'
+    f'Mesh axis {value_text(name)} is {type_.name}, which only exists inside shard_map.\n'
     'Fix: write the layout outside of it.'
   )
 

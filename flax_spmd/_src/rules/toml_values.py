@@ -14,6 +14,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Axes
+from flax_spmd._src.text import value_text
 
 _SPECIAL = re.compile(r'\\*(\?|\.\.\.)')
 
@@ -64,7 +65,7 @@ def read_spec(value: Any) -> PartitionSpec:
     ValueError: the value is not a list with a string, or a list of strings, per dimension.
   """
   if not isinstance(value, list) or not all(isinstance(e, str) or _is_strings(e) for e in value):
-    raise ValueError(f'{value!r} is not a list of mesh axes')
+    raise ValueError(f'{value_text(value)} is not a list of mesh axes')
   return PartitionSpec(*map(_read_entry, value))
 
 

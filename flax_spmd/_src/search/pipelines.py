@@ -30,6 +30,7 @@ from flax_spmd._src.search.selection import SLACK, Selection
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import Choices, Trials
 from flax_spmd._src.search.user_constraints import UserConstraints
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, Problem, SearchError, raise_problems
 
 AXIS = 'stage'
@@ -78,7 +79,10 @@ def check_pipelines(pipelines: Sequence[Any], target: Target) -> None:
   problems: list[Problem] = []
   for one in pipelines:
     if not isinstance(one, Schedule):
-      text, fix = f'pipelines: {one!r} is not a schedule.', 'pass schedules, such as OneFOneB(ranks=4).'
+      text, fix = (
+        f'pipelines: {value_text(one)} is not a schedule.',
+        'pass schedules, such as OneFOneB(ranks=4).',
+      )
       problems.append(Problem(text, fix, SearchError))
     elif target.devices % one.ranks:
       text = f'pipelines: {one} cannot share the {target.devices} devices of {target.text} equally.'
@@ -106,7 +110,7 @@ def pipeline_searches(
   """
   if pipelines and AXIS in space.constraints.labels:
     raise SearchError(
-      f'The mesh axis {AXIS!r} is reserved for the stages of pipelines.\n'
+      f'The mesh axis {value_text(AXIS)} is reserved for the stages of pipelines.\n'
       'Fix: rename this axis in mesh, pin, forbid or batch_only.'
     )
   by_ranks: dict[int, Trials] = {}

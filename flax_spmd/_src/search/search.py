@@ -31,6 +31,7 @@ from flax_spmd._src.search.run import SearchLimits, SearchRun
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import SearchTask, Trials, first_choices, lower_variant
 from flax_spmd._src.search.user_constraints import axes_named, constraints_of
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import SearchError
 
 _MAX_COMPILED = 24  # candidates of a search without an estimator
@@ -153,7 +154,7 @@ def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tupl
   if empty or candidates < 1 or top < 0:
     raise SearchError(
       f'The search is empty: candidates={candidates}, top={top}'
-      + ''.join(f', choices[{name!r}] has no values' for name in empty)
+      + ''.join(f', choices[{value_text(name)}] has no values' for name in empty)
       + '.\nFix: pass at least one candidate, a top of 0 or more, and a value for every choice.'
     )
   if top:

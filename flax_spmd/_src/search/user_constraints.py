@@ -17,7 +17,7 @@ from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.search.candidate import Axis, Candidate
 from flax_spmd._src.search.model_facts import ModelFacts
-from flax_spmd._src.text import parse_size, size_text
+from flax_spmd._src.text import parse_size, size_text, value_text
 from flax_spmd.errors import Problem, SearchError, did_you_mean, raise_problems
 
 MAX_AXES = 3  # of a mesh, unless the user passes one
@@ -141,7 +141,7 @@ def _bytes(memory: int | str) -> int:
     return parse_size(memory)
   except ValueError:
     raise SearchError(
-      f"memory={memory!r} is not a size.\nFix: pass a number of bytes, or text such as '14GiB'."
+      f"memory={value_text(memory)} is not a size.\nFix: pass a number of bytes, or text such as '14GiB'."
     ) from None
 
 
@@ -149,7 +149,7 @@ def _check_texts(host: Any) -> None:
   texts = host if isinstance(host, (list, tuple)) else (host,)
   if host is not None and not all(isinstance(text, str) for text in texts):
     raise SearchError(
-      f'host: {host!r} is no path expression, and no sequence of them.\n'
+      f'host: {value_text(host)} is no path expression, and no sequence of them.\n'
       "Fix: pass the paths of arrays that may be in the host's memory, such as host='^opt_state/'."
     )
 
@@ -196,7 +196,7 @@ def _unknown(constraints: UserConstraints, facts: ModelFacts) -> Iterator[Proble
     for name in names:
       if name not in facts.names:
         yield Problem(
-          f'{argument}: the model has no name {name!r}.{did_you_mean(name, facts.names)}',
+          f'{argument}: the model has no name {value_text(name)}.{did_you_mean(name, facts.names)}',
           f'use one of its names: {", ".join(sorted(facts.names))}.'
           if facts.names
           else 'omit it; no dimension of the model has a name.',
@@ -206,7 +206,7 @@ def _unknown(constraints: UserConstraints, facts: ModelFacts) -> Iterator[Proble
   for label in constraints.labels if mesh else ():
     if label not in mesh:
       yield Problem(
-        f'The mesh {mesh} has no axis {label!r}.{did_you_mean(label, mesh)}',
+        f'The mesh {mesh} has no axis {value_text(label)}.{did_you_mean(label, mesh)}',
         f'use one of its axes: {", ".join(mesh)}.',
         SearchError,
       )
@@ -221,7 +221,7 @@ def _unmatched(constraints: UserConstraints, facts: ModelFacts) -> Iterator[Prob
     elif not any(searcher(path)(array) for array in facts.arrays):
       arrays = ', '.join(map(repr, facts.arrays[:3])) or 'none'
       yield Problem(
-        f'host: no path of the {len(facts.arrays)} arrays of the state matches {path!r}.',
+        f'host: no path of the {len(facts.arrays)} arrays of the state matches {value_text(path)}.',
         f'correct it; the paths begin with {arrays}.',
         SearchError,
       )
@@ -240,7 +240,7 @@ def _contradictions(constraints: UserConstraints, facts: ModelFacts) -> Iterator
       )
     if len({*axes}) < len(axes):
       yield Problem(
-        f'pin shards {name!r} over {_listed(axes)}, which repeats an axis.',
+        f'pin shards {value_text(name)} over {_listed(axes)}, which repeats an axis.',
         'list each axis once.',
         SearchError,
       )
@@ -282,7 +282,7 @@ def _impossible(constraints: UserConstraints, target: Target, facts: ModelFacts)
     if shards and not any(facts.divides(name, count) for count in shards):
       sizes = ', '.join(map(str, facts.names[name]))
       yield Problem(
-        f'The name {name!r} cannot be pinned to {_listed(axes)}: no mesh of {target.devices} devices '
+        f'The name {value_text(name)} cannot be pinned to {_listed(axes)}: no mesh of {target.devices} devices '
         f'divides its sizes ({sizes}).',
         'pin it to other axes, or pad it.',
         SearchError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.checkpoint.storage.skeleton import ROOT
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, shown, value_text
 from flax_spmd.errors import CheckpointError, Problem, did_you_mean, problems_text
 
 _MARK = re.compile(r'\{([^{}]*)\}')  # the place of a layer's number, or the names of the layers
@@ -93,8 +93,8 @@ class Changes:
     rearranged: Mapping[str, str] | None = None,
     stacks: Mapping[str, str | tuple[str, int]] | None = None,
     axes: Mapping[str, str] | None = None,
-    moved: str | Iterable[str] = (),
-    resized: str | Iterable[str] = (),
+    moved: str | Collection[str] = (),
+    resized: str | Collection[str] = (),
     dtypes: Dtypes = 'keep',
     missing: str | None = None,
     unused: str | None = None,
@@ -136,25 +136,30 @@ class Changes:
 
 
 def _several(names: Any) -> Any:
+  """The names of an argument. An iterator stays as it is, since it may have no end, and is then refused."""
   if isinstance(names, str):
     return (names,)
-  return tuple(names) if isinstance(names, Iterable) else names
+  return tuple(names) if isinstance(names, Collection) else names
 
 
 def _check_types(
   mappings: Mapping[str, Any], of_names: Mapping[str, Any], optional: Mapping[str, Any]
 ) -> None:
   """Raises CheckpointError, listing every argument of the wrong type."""
-  wrong = [f'{name}={value!r}' for name, value in mappings.items() if not _is_mapping(value)]
+  wrong = [f'{name}={value_text(value)}' for name, value in mappings.items() if not _is_mapping(value)]
   renames = mappings['renames']
   if _is_mapping(renames) and not all(map(_is_replacement, dict(renames or ()).values())):
-    wrong.append(f'renames={renames!r}')
-  wrong += [f'{name}={value!r}' for name, value in of_names.items() if not _is_strings(value)]
-  wrong += [f'{name}={value!r}' for name, value in optional.items() if not isinstance(value, str | None)]
+    wrong.append(f'renames={value_text(renames)}')
+  wrong += [f'{name}={value_text(value)}' for name, value in of_names.items() if not is_strings(value)]
+  wrong += [
+    f'{name}={value_text(value)}'
+    for name, value in optional.items()
+    if not isinstance(value, str | None)
+  ]
   if wrong:
     raise CheckpointError(
       f'Changes(...) does not take {", ".join(wrong)}.\n'
-      'Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or several, '
+      'Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or a list of names, '
       'and missing, unused and only are strings.'
     )
 
@@ -166,11 +171,11 @@ def _replacement(new: Any) -> str | tuple[str, ...]:
 
 
 def _is_replacement(new: Any) -> bool:
-  return isinstance(new, str) or (isinstance(new, (list, tuple)) and _is_strings(new) and bool(new))
+  return isinstance(new, str) or (isinstance(new, (list, tuple)) and is_strings(new) and bool(new))
 
 
 def _is_mapping(value: Any) -> bool:
-  return value is None or (_has_pairs(value) and _is_strings(dict(value)))
+  return value is None or (_has_pairs(value) and is_strings(dict(value)))
 
 
 def _has_pairs(value: Any) -> bool:
@@ -182,8 +187,9 @@ def _has_pairs(value: Any) -> bool:
   )
 
 
-def _is_strings(values: Any) -> bool:
-  return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
+def is_strings(values: Any) -> bool:
+  """Whether this is a collection of strings. An iterator is none: it may have no end."""
+  return isinstance(values, Collection) and all(isinstance(value, str) for value in values)
 
 
 def _check_patterns(changes: Changes, missing: str | None, unused: str | None) -> None:
@@ -204,7 +210,7 @@ def _wrong_templates(renames: Iterable[tuple[str, Any]]) -> Iterable[Problem]:
         re.sub(pattern, template, '')
       except (re.error, IndexError) as error:
         yield Problem(
-          f'renames: {template!r} cannot replace {pattern!r}: {error}.',
+          f'renames: {value_text(template)} cannot replace {value_text(pattern)}: {error}.',
           r'refer to its groups as \1, \2 or \g<name>, and write \\ for one backslash.',
         )
 
@@ -218,7 +224,10 @@ def _check_arrangements(rearranged: Iterable[tuple[str, str]]) -> None:
     except ValueError as error:
       fix = "write the saved dimensions, an arrow, and the new ones: 'out in -> in out'."
       problems.append(
-        Problem(f'rearranged: {text!r} for {pattern!r} is not an arrangement: {error}.', fix)
+        Problem(
+          f'rearranged: {value_text(text)} for {value_text(pattern)} is not an arrangement: {error}.',
+          fix,
+        )
       )
   if problems:
     raise CheckpointError(problems_text(problems))
@@ -232,14 +241,14 @@ def _check_stack(stacked: str, single: Any) -> None:
   pattern, axis = single if isinstance(single, tuple) and len(single) == 2 else (single, None)
   if not isinstance(pattern, str) or not (axis is None or type(axis) is int):
     raise CheckpointError(
-      f'stacks={{{stacked!r}: {single!r}}} is neither a path nor a path and a dimension.\n'
-      f"Fix: write stacks={{{stacked!r}: '{stacked}_{{}}'}}, or stacks={{{stacked!r}: ('{stacked}_{{}}', 0)}}."
+      f'stacks={{{value_text(stacked)}: {value_text(single)}}} is neither a path nor a path and a dimension.\n'
+      f"Fix: write stacks={{{value_text(stacked)}: '{stacked}_{{}}'}}, or stacks={{{value_text(stacked)}: ('{stacked}_{{}}', 0)}}."
     )
   marks = _MARK.findall(pattern)
   if len(marks) != 1:
     raise CheckpointError(
-      f'stacks={{{stacked!r}: {single!r}}} has no {{}} for the number of a layer, or several.\n'
-      f"Fix: write {{}} once, where the number goes: stacks={{{stacked!r}: '{stacked}_{{}}'}}."
+      f'stacks={{{value_text(stacked)}: {value_text(single)}}} has no {{}} for the number of a layer, or several.\n'
+      f"Fix: write {{}} once, where the number goes: stacks={{{value_text(stacked)}: '{stacked}_{{}}'}}."
     )
   labels = [label.strip() for label in marks[0].split(',')]
   fewest = 1 if labels[0].isdecimal() else 2  # there may be one layer
@@ -247,8 +256,8 @@ def _check_stack(stacked: str, single: Any) -> None:
     len(set(labels)) < max(len(labels), fewest) or any(not x or '/' in x for x in labels)
   ):
     raise CheckpointError(
-      f'stacks={{{stacked!r}: {single!r}}} does not name several different parts.\n'
-      f"Fix: write their names in order: stacks={{{stacked!r}: '{{query,key,value}}'}}."
+      f'stacks={{{value_text(stacked)}: {value_text(single)}}} does not name several different parts.\n'
+      f"Fix: write their names in order: stacks={{{value_text(stacked)}: '{{query,key,value}}'}}."
     )
 
 
@@ -259,12 +268,12 @@ def _dtypes(dtypes: Any) -> Any:
       return tuple((jnp.dtype(a).name, jnp.dtype(b).name) for a, b in casts.items()) or 'keep'
     except TypeError as error:
       raise CheckpointError(
-        f'dtypes={casts!r} contains an unknown dtype: {error}.\n'
+        f'dtypes={value_text(casts)} contains an unknown dtype: {shown(error)}.\n'
         "Fix: write dtypes={'float32': 'bfloat16'}."
       ) from error
   if not isinstance(dtypes, str) or dtypes not in ('keep', 'cast'):
     raise CheckpointError(
-      f"dtypes={dtypes!r} is neither 'keep', 'cast' nor a mapping of dtypes.\n"
+      f"dtypes={value_text(dtypes)} is neither 'keep', 'cast' nor a mapping of dtypes.\n"
       "Fix: write dtypes='cast'; for casts that lose digits, list them: dtypes={'float32': 'bfloat16'}."
     )
   return dtypes
@@ -277,7 +286,7 @@ def check_is_changes(changes: Any) -> None:
   """Raises `CheckpointError` if this is not a `Changes`."""
   if not isinstance(changes, Changes):
     raise CheckpointError(
-      f"changes={changes!r} is not a Changes.\nFix: write changes=Changes(renames={{'old': 'new'}}), or leave it out."
+      f"changes={value_text(changes)} is not a Changes.\nFix: write changes=Changes(renames={{'old': 'new'}}), or leave it out."
     )
 
 
@@ -296,7 +305,7 @@ def check_selection(changes: Changes, paths: Iterable[str]) -> None:
   if changes.only is not None and not any(is_selected(changes, path) for path in paths):
     tops = dict.fromkeys(path.partition('/')[0] for path in paths)
     raise CheckpointError(
-      f'The checkpoint has no part {changes.only!r}; its parts are {", ".join(tops)}.'
+      f'The checkpoint has no part {value_text(changes.only)}; its parts are {", ".join(tops)}.'
       f'{did_you_mean(changes.only, tops)}\n'
       'Fix: pass Changes(only=...) with one of these parts, or a path inside one.'
     )

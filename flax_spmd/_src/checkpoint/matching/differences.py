@@ -35,6 +35,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   raw_keys,
 )
 from flax_spmd._src.rules.path_patterns import searcher
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem, did_you_mean
 
 _GUESSES = 40  # each guess is slow
@@ -84,11 +85,11 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
       yield Problem(text, SHOW)
   for pattern, _ in changes.renames if changes.only is not None else ():  # else it is reported anyway
     if not any(re.search(pattern, path) for path in saved.leaves):
-      yield Problem(f'renames: {pattern!r} matches no path of {changes.only}.', SHOW)
+      yield Problem(f'renames: {value_text(pattern)} matches no path of {changes.only}.', SHOW)
   paths = {new for path in saved.leaves for new in renamed(changes, path)}
   for pattern, _ in changes.rearranged:
     if not any(map(searcher(pattern), paths)):
-      yield Problem(f'rearranged: {pattern!r} matches no path of the checkpoint.', SHOW)
+      yield Problem(f'rearranged: {value_text(pattern)} matches no path of the checkpoint.', SHOW)
   names = {name for side in sides for leaf in side.values() for name in leaf.names or ()}
   texts = {name for name in names if isinstance(name, str)}
   for argument, given in (
@@ -98,7 +99,9 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
   ):
     for name in given:
       if name not in texts:
-        yield Problem(f'{argument}: no dimension is named {name!r}.{did_you_mean(name, texts)}', SHOW)
+        yield Problem(
+          f'{argument}: no dimension is named {value_text(name)}.{did_you_mean(name, texts)}', SHOW
+        )
 
 
 # -- whole leaves
@@ -258,7 +261,8 @@ def _other_names(
     return Problem(text, f'{fix}; if a name was wrong, pass Changes(axes={{old: new}}).')
   changed = {a: b for a, b in zip(names, others, strict=True) if a != b and None not in (a, b)}
   return Problem(
-    text, f'if the names mean the same, pass Changes(axes={changed!r}); if not, correct the model.'
+    text,
+    f'if the names mean the same, pass Changes(axes={changed!r}); if not, correct the model.',
   )
 
 

@@ -14,6 +14,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import LayerStack
 from flax_spmd._src.checkpoint.matching.optimizer_states import ParameterIndex
 from flax_spmd._src.checkpoint.matching.routes import Side, without
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointError, problems_text
 
 
@@ -93,7 +94,7 @@ def _sizes(leaves: Mapping[str, LeafRecord], stack: LayerStack, index: Parameter
       listed = ', '.join(f'{value} in {path}' for value, path in by_value.items())
       raise CheckpointError(
         f'The leaves of {stack.stacked} disagree on the stacked dimension: {listed}.\n'
-        f'Fix: choose it, Changes(stacks={{{stack.stacked!r}: ({stack.single!r}, 0)}}).'
+        f'Fix: choose it, Changes(stacks={{{value_text(stack.stacked)}: ({value_text(stack.single)}, 0)}}).'
       )
   result = {module: next(iter(by_value)) for module, by_value in sizes.items()}
   for module, size in result.items() if stack.labels else ():

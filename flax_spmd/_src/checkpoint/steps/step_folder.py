@@ -11,7 +11,7 @@ import json
 import operator
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from flax_spmd._src.checkpoint.storage.recognition import (
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.source import current_source
 from flax_spmd._src.checkpoint.storage.store import open_store
-from flax_spmd._src.text import with_article
+from flax_spmd._src.text import value_text, with_article
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 _STEP = re.compile(r'0|[1-9]\d*')
@@ -168,20 +168,26 @@ def checked_step(step: Any) -> int:
   except TypeError:
     number = -1
   if number < 0 or isinstance(step, (bool, np.bool_)):
-    raise CheckpointError(f'step={step!r} is not a number of steps.\nFix: pass an integer, 0 or more.')
+    raise CheckpointError(
+      f'step={value_text(step)} is not a number of steps.\nFix: pass an integer, 0 or more.'
+    )
   return number
 
 
 def metrics_metadata(metrics: Any) -> dict[str, Any]:
   """Metrics as JSON values, to store with a step."""
-  if not metrics:
+  if metrics is None or metrics == {}:
     return {}
+  if not isinstance(metrics, Mapping):
+    raise CheckpointError(
+      f'metrics={value_text(metrics)} is no dict.\nFix: pass numbers by name: {{"loss": 0.5}}.'
+    )
   wrong = {}
   values = {}
   for name, value in metrics.items():
     try:
       values[name] = value if _is_json(value) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
       wrong[name] = value
   if wrong:
     lines = [
@@ -200,7 +206,7 @@ def metrics_of(metadata: dict[str, Any]) -> Any:
 def _is_json(value: Any) -> bool:
   try:
     json.dumps(value)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, RecursionError):
     return False
   return True
 

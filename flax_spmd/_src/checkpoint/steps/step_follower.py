@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from flax_spmd._src.checkpoint.steps.step_folder import StepFolder
 from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
 
 _LONGEST_PAUSE = 60.0  # seconds; the other processes of the job wait this long
 
@@ -46,6 +47,7 @@ class StepFollower:
         yield step
         self._since = time.monotonic()
 
+  @in_flight()
   def _look(self) -> tuple[int | None, bool]:
     """The next step, after a pause if there is none yet; and whether the iteration is over."""
     if self._closed.is_set():

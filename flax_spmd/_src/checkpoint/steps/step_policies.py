@@ -15,6 +15,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointError
 
 History = Sequence[ocp.training.CheckpointMetadata]
@@ -100,7 +101,7 @@ def _policy(name: str, value: Any, of_number: Any, protocol: Any) -> Any:
     return of_number(int(value))
   if not isinstance(value, protocol) or isinstance(value, type):
     raise CheckpointError(
-      f'{name}={value!r} is neither a number nor a policy of Orbax.\nFix: pass a number of '
+      f'{name}={value_text(value)} is neither a number nor a policy of Orbax.\nFix: pass a number of '
       f'{"steps" if name == "every" else "checkpoints"}, or a {protocol.__name__} of orbax.checkpoint.v1.training.'
     )
   return value

@@ -24,6 +24,7 @@ from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
 from flax_spmd._src.checkpoint.storage.contents import PendingRecord
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.generations import Claim
@@ -68,7 +69,9 @@ class AsyncSave:
     self._error: BaseException | None = None
     self._reported = False
     self._ended = threading.Event()
-    self._thread = threading.Thread(target=self._run, args=(work,), name=f'flax_spmd save {path.name}')
+    self._thread = threading.Thread(
+      target=self._run, args=(work,), name=f'flax_spmd save {path.name}', daemon=False
+    )
     self._thread.start()
 
   def _run(self, work: Any) -> None:
@@ -97,9 +100,10 @@ class AsyncSave:
       TimeoutError: the save is still in progress.
       CheckpointError: the save failed. The path keeps its previous contents.
     """
-    if not self._ended.wait(timeout):
-      raise TimeoutError(f'The save to {self.path} is still in progress.')
-    self._thread.join()
+    with in_flight():
+      if not self._ended.wait(timeout):
+        raise TimeoutError(f'The save to {self.path} is still in progress.')
+      self._thread.join()
     self._reported = True
     if self._error is not None:
       raise self._error
@@ -361,7 +365,8 @@ class _CompletedCall:
 def _committed(call: Callable[[], None]) -> Response:
   """Commits a save. In a job of several processes, one may have died: a daemon thread does it."""
   if jax.process_count() > 1:
-    return _BackgroundCall(call)
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+      return _BackgroundCall(call)
   call()
   return _CompletedCall()
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 
 from flax_spmd._src.data.crc32c import IS_COMPILED, crc_of
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointDamagedError
 
 _FASTEST = 'crc32c' if IS_COMPILED else 'crc32'
@@ -43,7 +44,7 @@ def checksum(chunks: Iterable[bytes | memoryview], like: str = '') -> str:
       md5.update(chunk)
     return f'md5:{md5.hexdigest()}'
   raise CheckpointDamagedError(
-    f'The checksum {like!r} is of an unknown kind; known: {_KNOWN}.\n'
+    f'The checksum {value_text(like)} is of an unknown kind; known: {_KNOWN}.\n'
     'Fix: update flax-spmd, if a newer version wrote the checkpoint; otherwise restore another one.'
   )
 

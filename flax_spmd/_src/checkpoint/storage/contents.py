@@ -38,7 +38,7 @@ from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, everyone, 
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.state_plan import Plan
-from flax_spmd._src.text import with_article
+from flax_spmd._src.text import value_text, with_article
 from flax_spmd.errors import CheckpointError, Problem, RulesError, problems_text
 
 LEAVES, PACKED = 'leaves', 'packed'  # the two parts of a packed tree
@@ -140,14 +140,14 @@ def check_is_layout(layout: Any) -> None:
   """Raises `CheckpointError` if this is neither a layout nor a plan."""
   if not isinstance(layout, (Layout, Plan)):
     raise CheckpointError(
-      f'{layout!r} is neither a Layout nor a Plan.\nFix: pass the layout or the plan of the states.'
+      f'{value_text(layout)} is neither a Layout nor a Plan.\nFix: pass the layout or the plan of the states.'
     )
 
 
 def check_bytes(**sizes: Any) -> None:
   """Raises `CheckpointError`, listing every argument that is neither None nor a number of bytes."""
   problems = [
-    Problem(f'{name}={size!r} is not a number of bytes.', 'pass 0 or more.')
+    Problem(f'{name}={value_text(size)} is not a number of bytes.', 'pass 0 or more.')
     for name, size in sizes.items()
     if size is not None and not (isinstance(size, numbers.Real) and float(size) >= 0)
   ]
@@ -162,7 +162,7 @@ def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pac
     state, layout, where, pack: see `save`.
 
   Raises:
-    LayoutError: the state is not one of the plan.
+    LayoutError: the state is not one of the plan, or contains itself.
     CheckpointError: there are no leaves to save, or some cannot be saved (lists all of them); or they are nested too
       deeply.
   """
@@ -289,7 +289,7 @@ def _name_problems(paths: Iterable[str]) -> Iterator[Problem]:
   by_name: dict[str, str] = {}
   for path in paths:
     if path != skeleton.ROOT and any(map(is_unsafe_name, path.split('/'))):
-      yield Problem(f'{path!r} is not safe as a file path.', NAMES_FIX)
+      yield Problem(f'{value_text(path)} is not safe as a file path.', NAMES_FIX)
     other = by_name.setdefault(path.replace('/', '.'), path)
     if other != path:
       yield Problem(f'{path} and {other} would be one file.', NAMES_FIX)
@@ -346,7 +346,7 @@ def _selected(paths: Sequence[str], where: str | None) -> dict[str, int]:
   selected = [path for path in paths if where is None or searcher(where)(path)]
   if not selected:
     raise CheckpointError(
-      f'where={where!r} matches none of the {len(paths)} paths, such as {paths[0]}.\n'
+      f'where={value_text(where)} matches none of the {len(paths)} paths, such as {paths[0]}.\n'
       'Fix: pass a regular expression that is found in the paths to save.'
     )
   return {path: index for index, path in enumerate(selected)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import glob
@@ -27,6 +26,7 @@ from flax_spmd._src.checkpoint.storage.store import (
   removable,
   too_large,
 )
+from flax_spmd._src.worker_threads import map_in_threads
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointDamagedError,
@@ -227,12 +227,10 @@ class DiskStore:
     while inner not in self._durable and not os.path.ismount(inner):
       above.append(inner)
       inner = inner.parent
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-      syncs = [threads.submit(_sync_file, file) for file in files]
-      syncs += [threads.submit(sync_folder, folder) for folder in (*folders, top)]
-      syncs += [threads.submit(_sync_if_readable, folder.parent) for folder in above]
-    for each in syncs:
-      each.result()
+    syncs = [(_sync_file, file) for file in files]
+    syncs += [(sync_folder, folder) for folder in (*folders, top)]
+    syncs += [(_sync_if_readable, folder.parent) for folder in above]
+    map_in_threads(lambda sync: sync[0](sync[1]), syncs, _THREADS)
     self._durable.update(above)
 
   @contextlib.contextmanager

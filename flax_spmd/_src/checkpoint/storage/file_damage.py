@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
+from flax_spmd._src.worker_threads import map_in_threads
 from flax_spmd.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 _THREADS = min(8, os.cpu_count() or 1)  # more than processors take time from those that read arrays
@@ -45,9 +45,8 @@ def file_damage(
     and (contents or _DATA not in name.split('/'))
   ]
   names = sorted(names)[part::parts]
-  with ThreadPoolExecutor(_THREADS) as threads:
-    changed = threads.map(lambda name: _changed(store, name, files[name].checksum), names)
-    wrong |= {name: text for name, text in zip(names, changed, strict=True) if text}
+  changed = map_in_threads(lambda name: _changed(store, name, files[name].checksum), names, _THREADS)
+  wrong |= {name: text for name, text in zip(names, changed, strict=True) if text}
   return wrong
 
 

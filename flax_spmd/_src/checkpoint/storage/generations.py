@@ -23,7 +23,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,7 @@ from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.removed_folders import settle
 from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
+from flax_spmd._src.worker_threads import map_in_threads
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
@@ -201,8 +201,7 @@ class Claim:
     files = self._store.files(f'{self.path.name}/{self._generation}')
     files.pop(MANIFEST, None)
     unknown = [name for name, file in files.items() if not file.checksum]
-    with ThreadPoolExecutor(_THREADS) as threads:
-      found = dict(zip(unknown, threads.map(self._digest, unknown), strict=True))
+    found = dict(zip(unknown, map_in_threads(self._digest, unknown, _THREADS), strict=True))
     return {name: FileRecord(file.size, found.get(name, file.checksum)) for name, file in files.items()}
 
   def _digest(self, name: str) -> str:

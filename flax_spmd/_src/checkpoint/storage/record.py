@@ -33,6 +33,7 @@ from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.parsed_json import check_format, expect, reason_of
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
 from flax_spmd._src.data.checksums import is_checksum
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 KEY = 'flax_spmd'
@@ -162,7 +163,7 @@ def dtype_of(name: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_DTYPES[name])).dtype
   dtype = jnp.dtype(name) if _DTYPE.match(name) else None
   if dtype is None or not (dtype.kind == 'b' or jnp.issubdtype(dtype, jnp.number)):
-    raise TypeError(f'{name!r} is not an array dtype')
+    raise TypeError(f'{value_text(name)} is not an array dtype')
   return dtype
 
 

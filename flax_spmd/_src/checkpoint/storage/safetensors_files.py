@@ -25,6 +25,7 @@ from flax_spmd._src.checkpoint.storage.safetensors_header import (
   read_header,
   tensor_path,
 )
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 SUFFIX, INDEX_SUFFIX = '.safetensors', '.safetensors.index.json'
@@ -170,7 +171,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   if len(result) < len(pairs):
     names = [name for name, _ in pairs]
     twice = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f'it has {twice!r} twice')
+    raise ValueError(f'it has {value_text(twice)} twice')
   return result
 
 

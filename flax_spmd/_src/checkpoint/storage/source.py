@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
 from flax_spmd._src.checkpoint.storage.head import HEAD, is_generation, read_head
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
@@ -79,6 +80,7 @@ def _generation_itself(store: Store, path: epath.Path) -> Source | None:
   return Source(path, path, parsed_manifest(stored[0], path))
 
 
+@in_flight()
 def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Result:
   """Calls `read` with the current generation, which stays until it returns.
 

@@ -15,16 +15,17 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from typing import Final, NamedTuple, NewType, Protocol
+from typing import Any, Final, NamedTuple, NewType, Protocol
 
 from etils import epath
 
-from flax_spmd._src.text import shown
+from flax_spmd._src.text import shown, value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 Tag = NewType('Tag', str)
 ANY: Final = Tag('any')  # the condition of a write that has none
 LARGEST = 512 << 20  # bytes of a small file: a manifest of two million arrays
+_LONGEST_PATH = 4096  # characters; Linux and buckets take no more
 _SCHEME = re.compile(r'(gs|s3|file|[a-z][a-z0-9+.-]+(?=:/|:\Z)):', re.IGNORECASE)
 _FIX = "Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'."
 
@@ -127,18 +128,25 @@ class Store(Protocol):
     ...
 
 
+def path_text(path: Any) -> str:
+  """A path in the text of a message, whatever a caller has passed for it."""
+  return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else value_text(path)
+
+
 def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
 
   Raises:
     CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`, or has a query, or dots; or the path is
-      none, or is empty, or begins with ~.
+      none, or is empty, or too long, or begins with ~.
   """
   if not isinstance(path, (str, bytes, os.PathLike)):
-    raise CheckpointError(f'{shown(repr(path))} is not a path.\n{_FIX}')
+    raise CheckpointError(f'{shown(value_text(path))} is not a path.\n{_FIX}')
   text = os.fsdecode(path)
   if not text or '\0' in text:
     raise CheckpointError(f'The path {"contains a null character" if text else "is empty"}.\n{_FIX}')
+  if len(text) > _LONGEST_PATH:
+    raise CheckpointError(f'The path has {len(text):,} characters: {value_text(text)}.\n{_FIX}')
   match = _SCHEME.match(text)
   if match is None:
     if os.path.expanduser(text) != text:
@@ -197,7 +205,7 @@ def checked(name: str, root: epath.Path) -> str:
   """
   if name and ('\0' in name or {'', '.', '..'} & set(name.split('/'))):
     raise CheckpointDamagedError(
-      f'Checkpoint {root} names a file {name!r}, which leads out of its folder.\n'
+      f'Checkpoint {root} names a file {value_text(name)}, which leads out of its folder.\n'
       'Fix: restore another checkpoint; this one has been changed since it was written.'
     )
   return name

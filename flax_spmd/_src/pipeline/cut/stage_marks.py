@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.argument_checks import named_leaves, unexpected
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import first_lines
+from flax_spmd._src.text import first_lines, value_text
 from flax_spmd.errors import PipelineError
 
 _numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
@@ -56,7 +56,7 @@ def stage_end(x: Any, name: str | None = None) -> Any:
   """
   if name is not None and not isinstance(name, str):
     raise PipelineError(
-      f'stage_end: the name {name!r} is not a string.\n'
+      f'stage_end: the name {value_text(name)} is not a string.\n'
       'Fix: pass all arrays as one tree, stage_end((x, y)), and the name as a string.'
     )
   leaves, treedef = jax.tree.flatten(x)

@@ -17,6 +17,7 @@ from typing import Literal
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Kind, Step, Task
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, did_you_mean
 
 
@@ -144,7 +145,9 @@ class Interleaved1F1B(Schedule):
     super().__post_init__()
     if self.fuse not in ('last', 'steady', None):
       hint = did_you_mean(str(self.fuse), ('last', 'steady'))
-      raise PipelineError(f"fuse={self.fuse!r} is unknown.{hint}\nFix: use 'last', 'steady' or None.")
+      raise PipelineError(
+        f"fuse={value_text(self.fuse)} is unknown.{hint}\nFix: use 'last', 'steady' or None."
+      )
 
   def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
     stages = self.stages_of(rank)

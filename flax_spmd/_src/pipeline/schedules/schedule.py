@@ -36,6 +36,7 @@ from flax_spmd._src.pipeline.schedules.text_format import read, steps_of
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
 from flax_spmd._src.pipeline.schedules.validation import ScheduleReport, TaskLists, Waits, validate, walk
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError
 
 Rule: TypeAlias = Callable[[int, int], Iterable[Step | str]]
@@ -373,6 +374,6 @@ def check_schedule(schedule: Any, caller: str) -> None:
   """Raises PipelineError unless the argument is a schedule or None."""
   if schedule is not None and not isinstance(schedule, Schedule):
     raise PipelineError(
-      f'{caller}: schedule={getattr(schedule, "__name__", repr(schedule))} is not a schedule.\n'
+      f'{caller}: schedule={getattr(schedule, "__name__", value_text(schedule))} is not a schedule.\n'
       'Fix: pass an instance, such as schedule=OneFOneB(ranks=4); op=... sets how results are combined.'
     )

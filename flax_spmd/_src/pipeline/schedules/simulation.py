@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Step, Task, parse
 from flax_spmd._src.pipeline.schedules.validation import TaskLists, external_inputs, validate
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, did_you_mean
 
 Costs: TypeAlias = Mapping[str, float | Sequence[float]] | Mapping[Task, float] | Callable[[Task], float]
@@ -165,7 +166,7 @@ def own_costs(costs: Costs) -> Costs:
   if callable(costs):
     return costs
   if not isinstance(costs, Mapping):
-    raise PipelineError(f'The costs are {costs!r}.\nFix: {_FIX}')
+    raise PipelineError(f'The costs are {value_text(costs)}.\nFix: {_FIX}')
   given: Mapping[Any, Any] = costs
   table: dict[Any, Any] = {}
   for key, times in given.items():
@@ -183,7 +184,7 @@ def stage_costs(costs: Costs, stages: int, kinds: Collection[str]) -> dict[str, 
   for kind, times in own.items():
     if kind not in KINDS:
       raise PipelineError(
-        f'costs[{kind!r}]: {kind!r} is not a kind of task.{did_you_mean(str(kind), KINDS)}\nFix: {_FIX}'
+        f'costs[{value_text(kind)}]: {value_text(kind)} is not a kind of task.{did_you_mean(str(kind), KINDS)}\nFix: {_FIX}'
       )
     each = times if isinstance(times, Sequence) else [times] * stages
     if len(each) != stages:
@@ -222,6 +223,6 @@ def check_time(time: float, name: str) -> float:
   """The time; raises PipelineError unless it is a finite number that is not negative."""
   if not isinstance(time, Real) or not 0 <= time < math.inf:
     raise PipelineError(
-      f'The time of {name} is {time!r}.\nFix: pass a finite number that is not negative.'
+      f'The time of {name} is {value_text(time)}.\nFix: pass a finite number that is not negative.'
     )
   return time

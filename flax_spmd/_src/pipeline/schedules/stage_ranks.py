@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, did_you_mean
 
 Placement: TypeAlias = Literal['loop', 'v'] | Sequence[int]
@@ -54,4 +55,4 @@ def check_positive(number: int, name: str) -> int:
       return number
   except TypeError:
     pass
-  raise PipelineError(f'{name} is {number!r}.\nFix: pass a positive integer.')
+  raise PipelineError(f'{name} is {value_text(number)}.\nFix: pass a positive integer.')

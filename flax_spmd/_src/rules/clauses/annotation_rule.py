@@ -17,6 +17,7 @@ from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.clauses.path_rule import read_target, target_toml
 from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.toml_values import quoted
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem
 
 
@@ -64,7 +65,7 @@ class AnnotationRule(Clause):
     known = isinstance(self.target, (PartitionSpec, RuleTable, Clause))
     if not known and FunctionRule.parse(self.target) is None:
       yield Problem(
-        f'Rule {index} is {self!r}, but mesh axes alone do not shard an annotated value.',
+        f'Rule {index} is {value_text(self)}, but mesh axes alone do not shard an annotated value.',
         'give an annotation a PartitionSpec, Rules, fsdp(...), optimizer_over(...) or a function.',
       )
 

@@ -33,6 +33,7 @@ from flax_spmd._src.rules.decisions import (
   Skipped,
   axis_names,
 )
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem
 
 
@@ -264,7 +265,8 @@ def repeated_axes(index: int, clause: Clause) -> Iterator[Problem]:
   axes = clause.mesh_axes
   for axis in dict.fromkeys(axis for axis in axes if axes.count(axis) > 1):
     yield Problem(
-      f'Rule {index} {clause!r} has mesh axis {axis!r} twice.', 'give every mesh axis of a rule once.'
+      f'Rule {index} {value_text(clause)} has mesh axis {value_text(axis)} twice.',
+      'give every mesh axis of a rule once.',
     )
 
 
@@ -272,7 +274,7 @@ def invalid_entries(index: int, clause: Clause, spec: PartitionSpec) -> Iterator
   """The problems of a rule's PartitionSpec that no array could be sharded by."""
   if spec.unreduced or spec.reduced:
     yield Problem(
-      f'Rule {index} {clause!r} has axes that are unreduced or reduced, which is a property of a value, and '
+      f'Rule {index} {value_text(clause)} has axes that are unreduced or reduced, which is a property of a value, and '
       'shards nothing.',
       'give a rule mesh axes per dimension only.',
     )
@@ -282,14 +284,14 @@ def invalid_entries(index: int, clause: Clause, spec: PartitionSpec) -> Iterator
       continue
     if entry is ...:
       yield Problem(
-        f'Rule {index} {clause!r} has an Ellipsis for dim {dim}, where the number of dimensions before it is known.',
+        f'Rule {index} {value_text(clause)} has an Ellipsis for dim {dim}, where the number of dimensions before it is known.',
         "write it first, P(..., 'model'), for the last dimensions of an array; None replicates one dimension.",
       )
       continue
     names = entry if isinstance(entry, tuple) else (entry,)
     if entry is not None and entry is not UNCONSTRAINED and not all(isinstance(n, str) for n in names):
       yield Problem(
-        f'Rule {index} {clause!r} has {entry!r} for dim {dim}, which is not a mesh axis.',
+        f'Rule {index} {value_text(clause)} has {value_text(entry)} for dim {dim}, which is not a mesh axis.',
         'write a mesh axis, a tuple of mesh axes, None or UNCONSTRAINED for every dimension.',
       )
 

@@ -15,6 +15,7 @@ from flax_spmd._src.rules.clauses.annotation_rule import AnnotationRule
 from flax_spmd._src.rules.clauses.base import Clause, ReadTable, kind_of_toml
 from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.toml_values import read_axes
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem
 
 HOST_MEMORY = 'pinned_host'
@@ -71,12 +72,12 @@ def host_problems(index: int, written: Any, clause: Clause | None) -> Iterator[P
   """The problem of `host` around something that decides about no array in memory."""
   if isinstance(clause, AnnotationRule):
     yield Problem(
-      f'Rule {index} {written!r} has host(...) for an annotation, whose values are in a program, not in memory.',
+      f'Rule {index} {value_text(written)} has host(...) for an annotation, whose values are in a program, not in memory.',
       'remove host; a policy of jax.checkpoint moves activations, such as save_and_offload_only_these_names.',
     )
   elif clause is None:
     yield Problem(
-      f'Rule {index} is {written!r}, and host(...) is around no rule.',
+      f'Rule {index} is {value_text(written)}, and host(...) is around no rule.',
       "write host(fsdp('data')), host(('embed', 'data')), or ('^opt_state/', host(...)) with a PartitionSpec, a "
       'table or a rule.',
     )

@@ -18,6 +18,7 @@ from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.rules.clauses.axes_with_options import are_axes, as_axes, is_count
 from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import MeshAxisError, Problem, RulesError, raise_problems
 
 Spec = tuple[Any, ...]
@@ -100,7 +101,7 @@ class Tactic:
     """The spec, which no part before may have changed."""
     if any(spec):
       raise RulesError(
-        f'{leaf.path}: {self!r} replicates an array that it has sharded as {PartitionSpec(*spec)}.\n'
+        f'{leaf.path}: {value_text(self)} replicates an array that it has sharded as {PartitionSpec(*spec)}.\n'
         'Fix: remove replicate, or the parts before it.'
       )
     return spec
@@ -124,12 +125,12 @@ class Tactic:
       if ignore_ndim_error:
         return spec
       raise RulesError(
-        f'{leaf.path}: {self!r} shards dimension {dim} of an array of shape {leaf.shape}.\n'
+        f'{leaf.path}: {value_text(self)} shards dimension {dim} of an array of shape {leaf.shape}.\n'
         'Fix: choose a dimension that the array has, or pass ignore_ndim_error=True.'
       )
     if spec[dim % len(spec)] is not None:
       raise RulesError(
-        f'{leaf.path}: {self!r} shards dimension {dim} twice.\nFix: shard every dimension once.'
+        f'{leaf.path}: {value_text(self)} shards dimension {dim} twice.\nFix: shard every dimension once.'
       )
     return _sharded(spec, dim % len(spec), axis)
 
@@ -143,7 +144,7 @@ class Tactic:
       for axis in axis_names(dict(arguments).get('axis')):
         if axis not in dict(self.sizes):
           yield Problem(
-            f'Pair {number} {self!r} has axis {axis!r}, which the mesh {dict(self.sizes)} lacks.',
+            f'Pair {number} {value_text(self)} has axis {value_text(axis)}, which the mesh {dict(self.sizes)} lacks.',
             'pass the mesh that the strategy is written for.',
             MeshAxisError,
           )
@@ -177,7 +178,9 @@ def _sharded(spec: Sequence[Any], dim: int, axis: Any) -> Spec:
 def _problems(number: int, pair: Any) -> Iterator[Problem]:
   """Everything wrong with one pair of a strategy."""
   if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
-    yield Problem(f'Pair {number} is {pair!r}.', 'write pairs of a path regex and a tactic.', RulesError)
+    yield Problem(
+      f'Pair {number} is {value_text(pair)}.', 'write pairs of a path regex and a tactic.', RulesError
+    )
     return
   try:
     re.compile(pair[0])
@@ -188,7 +191,7 @@ def _problems(number: int, pair: Any) -> Iterator[Problem]:
     _operations(pair[1])
   except (ValueError, SyntaxError, TypeError):
     yield Problem(
-      f'Pair {number} {pair!r} has a tactic that is none of big_vision.', _TACTICS, RulesError
+      f'Pair {number} {value_text(pair)} has a tactic that is none of big_vision.', _TACTICS, RulesError
     )
 
 
@@ -211,7 +214,7 @@ def _operation(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     or not isinstance(call.func, ast.Name)
     or call.func.id not in _OPERATIONS
   ):
-    raise ValueError(f'{text!r} is no tactic')
+    raise ValueError(f'{value_text(text)} is no tactic')
   name = call.func.id
   positional = zip(_ARGUMENTS[name], map(ast.literal_eval, call.args), strict=False)
   arguments = {
@@ -220,9 +223,9 @@ def _operation(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
   }
   known = arguments.keys() <= set(_ARGUMENTS[name]) and len(call.args) <= len(_ARGUMENTS[name])
   if not known or not _REQUIRED.get(name, set()) <= arguments.keys():
-    raise ValueError(f'{text!r} has other arguments')
+    raise ValueError(f'{value_text(text)} has other arguments')
   if not all(_KINDS[key](value) for key, value in arguments.items()):
-    raise ValueError(f'{text!r} has arguments of other kinds')
+    raise ValueError(f'{value_text(text)} has arguments of other kinds')
   return name, tuple(
     (key, tuple(value) if isinstance(value, list) else value) for key, value in arguments.items()
   )

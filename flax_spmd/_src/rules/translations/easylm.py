@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem, RulesError, raise_problems
 
 
@@ -38,7 +39,9 @@ def from_easylm(rules: Iterable[tuple[str, PartitionSpec]]) -> Rules:
   raise_problems(
     [
       Problem(
-        f'Pair {number} is {pair!r}.', 'write pairs of a path regex and a PartitionSpec.', RulesError
+        f'Pair {number} is {value_text(pair)}.',
+        'write pairs of a path regex and a PartitionSpec.',
+        RulesError,
       )
       for number, pair in enumerate(pairs)
       if not (is_pair(pair) and isinstance(pair[1], PartitionSpec))

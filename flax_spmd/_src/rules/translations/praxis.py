@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, RulesError, raise_problems
 
@@ -64,7 +65,7 @@ def _problems(mapping: Any, mesh_axes: Sequence[str]) -> Iterator[Problem]:
   for entry in jax.tree.leaves(list(mapping)):
     if entry not in mesh_axes and not (isinstance(entry, int) and entry < len(mesh_axes)):
       yield Problem(
-        f'its split_dims_mapping {list(mapping)!r} has {entry!r}, which is no mesh axis of {tuple(mesh_axes)!r}.',
+        f'its split_dims_mapping {list(mapping)!r} has {value_text(entry)}, which is no mesh axis of {tuple(mesh_axes)!r}.',
         'pass the axes of the mesh that the model is written for, in their order.',
         RulesError,
       )

@@ -1,0 +1,104 @@
+"""Trees that contain themselves, or are as deep as if they did: every function refuses them, and the next call works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd._src.cycles import outermost_modules
+
+TEXT = 'The tree is nested more than 500 deep, or contains itself.\nFix: pass a flatter one.'
+LAYOUT = spmd.Layout({'data': 8}, (('batch', 'data'),))
+
+
+@flax.struct.dataclass
+class Node:
+  inner: Any
+
+
+def ring():
+  tree: dict[str, Any] = {}
+  tree['a'] = tree['b'] = tree
+  return tree
+
+
+def ring_of_lists():
+  inner: list[Any] = []
+  inner.append((inner, inner))
+  return {'w': jnp.ones(8), 'inner': inner}
+
+
+def nested(wrap, depth):
+  tree = jnp.ones(8)
+  for _ in range(depth):
+    tree = wrap(tree)
+  return tree
+
+
+TREES = {
+  'ring': ring,
+  'ring of lists': ring_of_lists,
+  'dicts': lambda: nested(lambda tree: {'a': tree}, 3000),
+  'dataclasses': lambda: nested(Node, 501),
+}
+CALLS = {
+  'save': lambda tree, tmp: checkpoint.save(tmp / 'a', tree, LAYOUT),
+  'save_async': lambda tree, tmp: checkpoint.save_async(tmp / 'a', tree, LAYOUT),
+  'save_safetensors': lambda tree, tmp: checkpoint.save_safetensors(tmp / 'a', tree),
+  'Manager.save': lambda tree, tmp: checkpoint.Manager(tmp / 'run', LAYOUT, every=1).save(1, tree),
+  'restore': lambda tree, tmp: checkpoint.restore(tmp / 'good', tree),
+  'preflight': lambda tree, tmp: checkpoint.preflight(tmp / 'good', tree),
+  'spec': lambda tree, tmp: LAYOUT.spec(tree),
+  'check': lambda tree, tmp: LAYOUT.check(tree),
+  'explain': lambda tree, tmp: spmd.explain(LAYOUT, tree),
+  'shard': lambda tree, tmp: LAYOUT.shard(tree),
+  'shard, placements': lambda tree, tmp: LAYOUT.shard({'a': jnp.ones(8)}, tree),
+  'reshard': lambda tree, tmp: LAYOUT.reshard(tree, LAYOUT),
+  'gather': lambda tree, tmp: spmd.gather(tree),
+  'jit': lambda tree, tmp: LAYOUT.jit(lambda x: x)(tree),
+  'jit, result': lambda tree, tmp: LAYOUT.jit(lambda: tree)(),
+  'init': lambda tree, tmp: LAYOUT.init(lambda: tree),
+  'init, argument': lambda tree, tmp: LAYOUT.init(lambda arg: arg, tree),
+  'sharding, placements': lambda tree, tmp: LAYOUT.sharding(tree, None),
+  'unbox': lambda tree, tmp: spmd.unbox(tree),
+  'replace_boxed': lambda tree, tmp: spmd.replace_boxed(tree, tree),
+  'add_axis': lambda tree, tmp: spmd.add_axis(tree, 0, {}),
+  'get_partition_spec': lambda tree, tmp: spmd.get_partition_spec(tree),
+  'logical_to_mesh': lambda tree, tmp: spmd.logical_to_mesh(tree, LAYOUT.rules),
+  'with_names': lambda tree, tmp: spmd.with_names(tree, {'a': None}),
+  'with_names, names': lambda tree, tmp: spmd.with_names({'a': jnp.ones(8)}, tree),
+  'even_batches': lambda tree, tmp: list(spmd.even_batches([tree], size=8)),
+}
+
+
+@pytest.mark.parametrize('tree', TREES)
+@pytest.mark.parametrize('call', CALLS)
+def test_trees_that_contain_themselves_are_refused_by_every_function(tmp_path, call, tree):
+  """JAX would follow them to the end of the stack, and give nothing of it back."""
+  if call in ('restore', 'preflight'):
+    checkpoint.save(tmp_path / 'good', {'a': jnp.ones(8)}, LAYOUT)
+  with pytest.raises(errors.LayoutError) as caught:
+    CALLS[call](TREES[tree](), tmp_path)
+  assert str(caught.value) == TEXT
+  assert not (tmp_path / 'a').exists()
+  deep = nested(lambda inner: [inner], 200)
+  assert len(jax.tree.leaves(deep, is_leaf=lambda node: node is None)) == 1
+
+
+@pytest.mark.parametrize('wrap', [Node, lambda tree: {'a': tree}, lambda tree: [tree, {'b': 1.0}]])
+def test_deep_trees_are_taken(wrap):
+  tree = nested(wrap, 400)
+  assert jax.tree.structure(LAYOUT.spec(tree)) == jax.tree.structure(jax.tree.map(str, tree))
+
+
+def test_parts_that_are_shared_are_searched_once_a_level():
+  tree: Any = jnp.ones(8)
+  for _ in range(100):
+    tree = {'a': tree, 'b': [tree, tree]}
+  assert outermost_modules(tree) == []  # it has 3 ** 100 leaves
