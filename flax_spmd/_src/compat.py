@@ -61,6 +61,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
 
+ARRAY = array.ArrayImpl  # the type of concrete arrays
+
 # -- meshes; before jax 0.11 their contexts are in another module
 
 
@@ -1582,7 +1584,7 @@ def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Ar
   if not getattr(like, 'weak_type', False):  # keys have none
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
   aval = ShapedArray(like.shape, like.dtype, weak_type=True)
-  return array.ArrayImpl(aval, sharding, cast(Any, list(shards)), committed=True)
+  return ARRAY(aval, sharding, cast(Any, list(shards)), committed=True)
 
 
 def compiled_call(

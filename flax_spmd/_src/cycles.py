@@ -6,11 +6,13 @@ no other tree can be flattened then. So trees that are too deep are found before
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
+from flax.core.meta import AxisMetadata
 from jax.tree_util import GetAttrKey, default_registry
 
 from flax_spmd._src import compat
@@ -18,7 +20,16 @@ from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError
 
 _DEEPEST = 500  # nodes in one another; JAX takes twice as many at best, and Python less than that
-_LEAVES = {jax.ShapeDtypeStruct, np.ndarray, bool, int, float, str, type(None)}  # recognised at once
+_LEAVES = {  # recognised at once
+  compat.ARRAY,
+  jax.ShapeDtypeStruct,
+  np.ndarray,
+  bool,
+  int,
+  float,
+  str,
+  type(None),
+}
 
 
 def check_no_cycles(tree: Any) -> None:
@@ -40,13 +51,23 @@ def outermost_modules(tree: Any) -> list[Any]:
   """
   modules: list[Any] = []
   level: Iterable[Any] = [tree]
-  for _ in range(_DEEPEST + 1):
+  for _ in range(_DEEPEST):
     below: dict[int, Any] = {}  # a part that is shared is searched once a level
     for node in level:
-      if compat.is_nnx_module_type(type(node)):
+      kind = type(node)
+      if kind is dict:
+        children = node.values()
+      elif compat.is_nnx_module_type(kind):
         modules.append(node)
+        continue
+      elif (found := default_registry.flatten_one_level(node)) is None:
+        continue
       else:
-        below.update((id(child), child) for child in _children(node) if type(child) not in _LEAVES)
+        children = found[0]
+      for child in children:
+        if (kind := type(child)) in _LEAVES or (_is_box(kind) and type(child.value) in _LEAVES):
+          continue
+        below[id(child)] = child
     if not below:
       return modules
     level = below.values()
@@ -55,11 +76,10 @@ def outermost_modules(tree: Any) -> list[Any]:
   )
 
 
-def _children(node: Any) -> Iterable[Any]:
-  if type(node) is dict:
-    return node.values()
-  found = default_registry.flatten_one_level(node)
-  return () if found is None else found[0]
+@functools.cache
+def _is_box(kind: type) -> bool:
+  fields = getattr(kind, '__dataclass_fields__', ())
+  return issubclass(kind, AxisMetadata) and ('value' in fields or hasattr(kind, 'value'))
 
 
 def _check_below(node: Any, above: dict[int, Any], acyclic: set[int], path: tuple[Any, ...]) -> None:

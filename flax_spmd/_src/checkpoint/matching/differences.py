@@ -224,7 +224,7 @@ def _shape_fix(names: tuple[Any, ...] | None, converted: LeafRecord, target: Lea
   resized = [one if two is None else two for a, b, one, two in each if a != b]
   if None in resized:
     return _LEAF_FIX
-  given = Changes(resized=map(str, resized))
+  given = Changes(resized=tuple(map(str, resized)))
   return f'{_SIZES}restore the part that both have: {given!r}; or {_KEEP}'
 
 
