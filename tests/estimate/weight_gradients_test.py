@@ -61,6 +61,27 @@ def test_several_groups_of_gradients_are_in_doubt_by_as_much_as_the_compiler_dif
   assert abs(found.memory.temporaries / 2**20 - compiled) <= spread / 2**20 * 1.05
 
 
+@pytest.mark.parametrize('function', [jax.nn.relu, jnp.tanh])
+def test_matrices_in_32_bits_wait_for_the_sums_of_biases_that_are_reduced_with_them(function):
+  """XLA computes their gradients after those of all activations; the figure is its own, compiled."""
+
+  def create():
+    return [(jnp.ones((WIDTH, WIDTH)), jnp.ones(WIDTH)) for _ in range(6)]
+
+  def loss(weights, x):
+    for matrix, bias in weights:
+      x = function(x @ matrix + bias[None])
+    return jnp.mean(x**2)
+
+  def step(weights, x):
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((32768, WIDTH), jnp.float32))
+  found = Estimator(train_step).estimate(LAYOUT, 'h100:8')
+  assert found.memory.peak / 2**20 == pytest.approx(110, rel=0.08)
+
+
 def schedule(*reductions, needed=0, size=2**20):
   """Ten operations, of which each but the first reads an array of 1 byte that ends there, and writes nothing."""
   gradients = WeightGradients()

@@ -5,7 +5,8 @@ gradients hides behind the products whose results another group reduces later. T
 all that may run then, after the gradients of the activations:
 
 * The gradients of norms and biases, which are sums in 32 bits, depend on the whole backward pass. They are reduced
-  first; all gradients of matrices in 16 bits are computed after it.
+  first; all gradients of matrices in 16 bits are computed after it. Those in 32 bits are reduced together with the sums,
+  if one collective takes them all, and are computed after it as well.
 * Of several groups of matrices, each is computed once the activations' gradients of all of its layers are known.
   The first group has no other to wait for, and is computed as the program is written.
 
@@ -147,24 +148,18 @@ class WeightGradients:
     return {made: needed[index] for made, index in nexts.items() if index < len(needed)}
 
   def spread(self) -> float:
-    """The most bytes by which the peak may be off, where the gradients of matrices have several groups.
+    """The most bytes by which the peak may be off, where the gradients of matrices have several groups, or one with sums.
 
     XLA's scheduler has been seen to compute the products of a group as they are written, and after those of the next
     group.
     """
-    if not self._has_several_groups:
-      return self._mixed_spread()
-    peaks = [self._peak(delays) for delays in ({}, self._delays(0), self._delays(1))]
-    return max(abs(peak - peaks[1]) for peak in peaks)
-
-  def _mixed_spread(self) -> float:
-    """The bytes by which the peak may be off if products wait for the sums of biases that are reduced with them."""
-    delays: dict[int, int] = {}
-    for group in _combined(self._final):
-      if any(one.kind == 'reduce' for one in group) and any(one.is_product for one in group):
-        last = max(one.made for one in group)
-        delays |= {one.made: last for one in group if one.is_product and 0 <= one.made < last}
-    return self._peak(delays) - self._peak({}) if delays else 0.0
+    others = [{}]
+    if self._has_several_groups:
+      others.append(self._delays(1))
+    elif not self._waits_for_sums:
+      return 0.0
+    peak = self._peak(self._delays(0))
+    return max(abs(self._peak(delays) - peak) for delays in others)
 
   def _peak(self, delays: Mapping[int, int]) -> float:
     added = [0.0] * (len(self._steps) + 1)  # changes of the memory from one operation to the next
@@ -197,6 +192,14 @@ class WeightGradients:
   def _has_several_groups(self) -> bool:
     """Whether the gradients of matrices are too many for one collective."""
     return sum(any(one.is_product for one in group) for group in _combined(self._final)) > 1
+
+  @property
+  def _waits_for_sums(self) -> bool:
+    """Whether the gradients of all matrices are reduced together with sums, such as the gradients of biases."""
+    return not self._has_several_groups and any(
+      any(one.is_product for one in group) and any(one.kind == 'reduce' for one in group)
+      for group in _combined(self._final)
+    )
 
   def filter_spread(self) -> float:
     """The most bytes by which the peak may be off, if gradients of filters wait for others, or as matrices do, or longer."""
@@ -236,11 +239,12 @@ class WeightGradients:
       (group for group in _combined(final) if sum(one.bytes for one in group) > _SCALARS),
       key=lambda group: (any(one.is_product for one in group), max(one.made for one in group)),
     )
+    waits = self._waits_for_sums
     lasts = list(itertools.accumulate((max(one.made for one in group) for group in ordered), max))
     return {
       one.made: last
       for number, group in enumerate(ordered)
-      if number or further  # the first one waits for nothing
+      if number or further or waits  # the first one waits for nothing else
       for last in [lasts[min(number + further, len(lasts) - 1)]]
       for one in group
       if one.is_product and 0 <= one.made < last
