@@ -143,7 +143,6 @@ class SaveRequest(NamedTuple):
   show: bool = False
 
 
-@in_flight()
 def start_save(
   path: str | os.PathLike[str],
   state: Any,
@@ -163,39 +162,40 @@ def start_save(
       may wait for the others in it.
     after: function called in the first process once the checkpoint is committed. No process returns before it.
   """
-  call = JointCall(
-    'save', f'The save to {path_text(path)}', lambda failure: error_elsewhere(path, failure)
-  )
-  try:
-    folder = as_path(path)
-    async_save.finish()
-  except BaseException as error:
-    call.fail(error)
-    raise
-  heartbeat = Heartbeat(call)
-
-  def begun() -> AsyncSave:
-    extra = before()
-    check_bytes(pack=request.pack, memory=request.memory)
-    contents = contents_of(state, layout, request.where, request.pack)
-    with space_in_errors(folder, contents.record.bytes):
-      return written(contents, extra)
-
-  def written(contents: Contents, extra: Mapping[str, Any]) -> AsyncSave:
-    size = contents.record.bytes
-    claim = async_save.claim(folder, overwrite, request.durable)
-    progress = ByteProgress(request.show, f'save {folder.name}', size, 'written')
+  with in_flight():
+    call = JointCall(
+      'save', f'The save to {path_text(path)}', lambda failure: error_elsewhere(path, failure)
+    )
     try:
-      record = PendingRecord(contents)
-      claim.follow()
-      response = _begun_by_orbax(claim.new, contents, request)
-      return async_save.start(response, claim, progress, size, heartbeat, record, extra, after)
-    except BaseException:
-      progress.close()
-      claim.release()
+      folder = as_path(path)
+      async_save.finish()
+    except BaseException as error:
+      call.fail(error)
       raise
+    heartbeat = Heartbeat(call)
 
-  return async_save.watched(begun, folder, heartbeat)
+    def begun() -> AsyncSave:
+      extra = before()
+      check_bytes(pack=request.pack, memory=request.memory)
+      contents = contents_of(state, layout, request.where, request.pack)
+      with space_in_errors(folder, contents.record.bytes):
+        return written(contents, extra)
+
+    def written(contents: Contents, extra: Mapping[str, Any]) -> AsyncSave:
+      size = contents.record.bytes
+      claim = async_save.claim(folder, overwrite, request.durable)
+      progress = ByteProgress(request.show, f'save {folder.name}', size, 'written')
+      try:
+        record = PendingRecord(contents)
+        claim.follow()
+        response = _begun_by_orbax(claim.new, contents, request)
+        return async_save.start(response, claim, progress, size, heartbeat, record, extra, after)
+      except BaseException:
+        progress.close()
+        claim.release()
+        raise
+
+    return async_save.watched(begun, folder, heartbeat)
 
 
 def _begun_by_orbax(folder: epath.Path, contents: Contents, request: SaveRequest) -> Any:

@@ -47,19 +47,19 @@ class StepFollower:
         yield step
         self._since = time.monotonic()
 
-  @in_flight()
   def _look(self) -> tuple[int | None, bool]:
     """The next step, after a pause if there is none yet; and whether the iteration is over."""
-    if self._closed.is_set():
-      return None, True
-    steps = self._folder.steps()
-    self._seen.intersection_update(steps)  # a step that is removed and saved again is new
-    new = [step for step in steps if step > self._after and step not in self._seen]
-    if new:
-      return new[-1], False
-    pause = self._every
-    if self._timeout is not None:
-      pause = min(pause, self._since + self._timeout - time.monotonic())
-    if pause > 0:
-      self._closed.wait(min(pause, _LONGEST_PAUSE))
-    return None, pause <= 0
+    with in_flight():
+      if self._closed.is_set():
+        return None, True
+      steps = self._folder.steps()
+      self._seen.intersection_update(steps)  # a step that is removed and saved again is new
+      new = [step for step in steps if step > self._after and step not in self._seen]
+      if new:
+        return new[-1], False
+      pause = self._every
+      if self._timeout is not None:
+        pause = min(pause, self._since + self._timeout - time.monotonic())
+      if pause > 0:
+        self._closed.wait(min(pause, _LONGEST_PAUSE))
+      return None, pause <= 0

@@ -18,7 +18,7 @@ _PATIENCE = 30.0  # seconds; a call may wait for another process, or for a stora
 
 @contextlib.contextmanager
 def in_flight() -> Iterator[None]:
-  """A block, or a decorated function, that the end of the process waits for. In a daemon thread, it does not begin after that."""
+  """A block that the end of the process waits for. In a daemon thread, it does not begin after that."""
   thread = threading.current_thread()
   if not thread.daemon:
     yield

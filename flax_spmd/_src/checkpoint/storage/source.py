@@ -80,7 +80,6 @@ def _generation_itself(store: Store, path: epath.Path) -> Source | None:
   return Source(path, path, parsed_manifest(stored[0], path))
 
 
-@in_flight()
 def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Result:
   """Calls `read` with the current generation, which stays until it returns.
 
@@ -92,18 +91,19 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
     path: path of the checkpoint.
     read: function of the source, or of None if the path has no generations.
   """
-  for _ in range(_ATTEMPTS):
-    with _pinned(path) as source:
-      result, error, is_replaced = _attempted(path, source, read)
-      if _in_any(is_replaced):
-        continue
-      if error is not None:
-        raise error
-      return result
-  raise CheckpointError(
-    f'Checkpoint {path} was replaced {_ATTEMPTS} times while it was read.\n'
-    'Fix: save less often to this path, or read it from a store that can be written, where reads are protected.'
-  )
+  with in_flight():
+    for _ in range(_ATTEMPTS):
+      with _pinned(path) as source:
+        result, error, is_replaced = _attempted(path, source, read)
+        if _in_any(is_replaced):
+          continue
+        if error is not None:
+          raise error
+        return result
+    raise CheckpointError(
+      f'Checkpoint {path} was replaced {_ATTEMPTS} times while it was read.\n'
+      'Fix: save less often to this path, or read it from a store that can be written, where reads are protected.'
+    )
 
 
 def _attempted(
