@@ -116,13 +116,16 @@ class PrefetchedBatches(Generator[Placed, None, None]):
     self._source = source
     self._start = start
     self._ready = start()
+    self.reader: threading.Thread | None = None  # the last one that has read a batch
     _open.add(self)
 
   def __next__(self) -> Placed:
+    self.reader = threading.current_thread()
     return next(self._ready)
 
   def send(self, value: None) -> Placed:
     """The next batch."""
+    self.reader = threading.current_thread()
     return self._ready.send(value)
 
   def throw(self, *error: Any) -> Placed:
@@ -204,15 +207,19 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Worker] = weakref.WeakKey
 def _close_all() -> None:
   """Closes the generators that a program left open, before JAX and the interpreter shut down.
 
-  Another thread, such as that of an outer `prefetch`, may be inside of a generator. It comes to its end there.
+  Another thread, such as that of an outer `prefetch`, may be inside of a generator. It comes to its end there, and is
+  waited for: if it released a batch while the interpreter shuts down, it would end the process with SIGABRT.
   """
   running, deadline = dict(_running), time.monotonic() + _PATIENCE
   for worker in running.values():
     worker.stop()
+  threads = set(running)
   for ready in list(_open):
     with contextlib.suppress(ValueError):  # it is already executing
       ready.close()
-  for thread in running:
+    if ready.reader is not None:
+      threads.add(ready.reader)
+  for thread in threads - {threading.current_thread()}:
     thread.join(max(0.0, deadline - time.monotonic()))
 
 
