@@ -195,9 +195,10 @@ class WeightGradients:
 
   @property
   def _waits_for_sums(self) -> bool:
-    """Whether the gradients of all matrices are reduced together with sums, such as the gradients of biases."""
+    """Whether the gradients of all matrices, in 32 bits, are reduced together with sums, as those of biases are."""
     return not self._has_several_groups and any(
-      any(one.is_product for one in group) and any(one.kind == 'reduce' for one in group)
+      any(one.is_product and not one.is_narrow for one in group)
+      and any(one.kind == 'reduce' for one in group)
       for group in _combined(self._final)
     )
 
