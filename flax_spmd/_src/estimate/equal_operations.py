@@ -102,8 +102,8 @@ class EqualOperations:
 
     In the place of several operations, one has two attributes: `copies`, of each operand the number of the others that
     read another, equal value in its place; and `reshaped`, the number of those with an operand that is computed from a
-    reshape, and from a value with other readers. XLA moves reshapes past other operations, or not, as these are read:
-    what was equal is so no longer.
+    reshape, and from a value with other readers. XLA moves reshapes past other operations, or not, as these are read;
+    the arrays are then no longer equal.
 
     Args:
       merged: values that are replaced, from `merged_values`.
