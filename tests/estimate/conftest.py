@@ -25,4 +25,4 @@ def whole_steps():
 def walk_alone(request, monkeypatch):
   """Whole steps are not partitioned."""
   if 'whole_steps' not in request.fixturenames:
-    monkeypatch.setattr(estimator, 'partitioned_counts', lambda code, sizes: None)
+    monkeypatch.setattr(estimator, 'partitioned_step', lambda code, sizes, target: None)

@@ -326,28 +326,33 @@ def test_what_is_partitioned_is_kept_for_the_next_search(monkeypatch):
   assert same(run(top=0), result)
 
 
-def test_compiled_layouts_correct_the_memory_of_partitioned_ones_alone(monkeypatch):
-  """Estimates of traffic are off by 4, and temporaries by 2; a partitioned step has the right traffic."""
+def test_partitioned_layouts_correct_the_others(monkeypatch):
+  """Estimates of traffic are off by 4, and temporaries by 2; a partitioned step has the right ones."""
   estimating(monkeypatch, lambda layout: 4.0, temporaries=2.0)
   quick = Formula.estimate
 
+  def right(layout, is_full):
+    target = spmd.explore.parse_target('cpu:8')
+    return with_lookups(outcome(layout, target, create, is_full, source='partitioned'))
+
   def estimate(self, layout, target, *, partition):
-    one = quick(self, layout, target, partition=partition)
-    right = with_lookups(outcome(layout, target, self.state, self.remat))
-    return one._replace(counts=right.counts, source='partitioned') if partition else one
+    if partition:
+      return right(layout, self.remat)
+    return quick(self, layout, target, partition=False)
 
   monkeypatch.setattr(Formula, 'estimate', estimate)
   monkeypatch.setattr(trials, 'can_partition', lambda platform: True)
-  result = run(top=2)
+  result = run(top=0)
   assert result.check.factors['lookups'] == pytest.approx(0.25)
+  assert result.check.factors['temporaries'] == pytest.approx(0.5)
+  assert {'partitioned', 'estimated'} == {one.source for one in result.estimates}
+  for one in result.estimates:
+    known = right(one.layout, 'full' in one.name)
+    assert sum(one.counts.by_kind().values()) == pytest.approx(sum(known.counts.by_kind().values()))
+    assert one.memory.peak == pytest.approx(known.memory.peak, rel=1e-3)
   partitioned = [one for one in result.estimates if one.source == 'partitioned']
-  compiled = {one.name for one in result.outcomes}
-  assert all(one.name in compiled or one.doubts == () for one in partitioned)
-  target = spmd.explore.parse_target('cpu:8')
-  for one in partitioned:
-    right = with_lookups(outcome(one.layout, target, create, 'full' in one.name))
-    assert one.counts.collectives == right.counts.collectives
-    assert one.memory.peak == pytest.approx(right.memory.peak, rel=1e-3)
+  assert {one.name for one in partitioned} == set(result.check.layouts)
+  assert all(one.counts == right(one.layout, 'full' in one.name).counts for one in partitioned)
 
 
 def test_the_effect_of_a_rule_is_a_difference_of_estimates(monkeypatch):

@@ -74,7 +74,7 @@ def test_values_that_move_to_the_host_are_in_doubt():
   layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
   estimates = {
     policy: Estimator(lambda layout, policy=policy: train_step_of(layout, keep=policy)).estimate(
-      layout, parse_target('h100:8')
+      layout, parse_target('h100:8'), partition=False
     )
     for policy in (('out',), offload)
   }

@@ -26,14 +26,15 @@ from flax_spmd._src.compare.hardware import Target, gpu_description, parse_targe
 from flax_spmd._src.hlo.buffer_assignment import Dump, read_dump
 
 BEGIN = 'flax_spmd compiles '  # precedes each folder on stderr, where compilers log
-_ASSIGNED = '*after_optimizations.hlo.pb'
+ASSIGNED = '*after_optimizations.hlo.pb'  # written by XLA once it has assigned buffers
 _CHECKED = '*after_buffer_assignment.hlo.pb'  # written by the compiler for TPUs, for programs that fit
 _HBM = 0  # number of a TPU's memory space
 _POLL = 0.02  # seconds
 _TOTAL = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _TEMPORARIES = re.compile(r'required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds')
-# Triton's kernels of some products have to be autotuned, for which there is no device; cuBLAS's need not.
-_WITHOUT_TRITON = {'xla_gpu_enable_triton_gemm': False}
+# XLA's pass that chooses among kernels, for which there is no device. It fails for some products, and takes long for others.
+_AUTOTUNING = 'config-assigner'
+_DISABLED = re.compile(r'--xla_disable_hlo_passes=(\S+)')
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
@@ -72,12 +73,8 @@ def _compile(folder: Path, target: Target, mesh: dict[str, int]) -> dict[str, An
   devices = devices_of(target, tuple(mesh.values()))
   begin, cpu = time.perf_counter(), time.process_time()
   code = (folder / 'program.mlir').read_bytes()
-  try:
-    found = _assigned(folder / 'dump', target, code, devices, {})
-  except Exception as error:
-    if target.chip.platform != 'cuda' or memory_needed(str(error)):
-      raise
-    found = _assigned(folder / 'dump_without_triton', target, code, devices, _WITHOUT_TRITON)
+  flags = without_passes() if target.chip.platform == 'cuda' else {}
+  found = _assigned(folder / 'dump', target, code, devices, flags)
   (folder / 'hlo.txt').write_text(hlo_text(found.module, devices.size))
   return {
     'memory': found.memory,
@@ -104,12 +101,18 @@ def _assigned(folder: Path, target: Target, code: bytes, devices: Any, flags: di
   while True:
     ended = wait([compiling], _POLL).done
     if ended or not tpu or any(folder.glob(_CHECKED)):
-      for file in folder.glob(_ASSIGNED):
+      for file in folder.glob(ASSIGNED):
         if found := read_dump(file.read_bytes(), _HBM if tpu else None):
           return found
     if ended:
       compiling.result()
       raise RuntimeError('the compiler ended without a buffer assignment')
+
+
+def without_passes(*names: str) -> dict[str, Any]:
+  """Flags of XLA for GPUs, by which it neither autotunes nor runs passes of some names, nor those that the user excludes."""
+  of_user = _DISABLED.findall(os.environ.get('XLA_FLAGS', ''))[-1:]
+  return {'xla_disable_hlo_passes': ','.join([*of_user, _AUTOTUNING, *names])}
 
 
 def devices_of(target: Target, shape: tuple[int, ...]) -> Any:

@@ -2,23 +2,27 @@
 
     python -m flax_spmd._src.compare.partition_worker DESCRIPTOR
 
-First it sends whether it can partition. A request is the shape of the mesh and a program; the reply is the text of the
-partitioned program, or None. It is a
+First it sends whether it can partition. Then it answers each `PartitionRequest` by a `PartitionedProgram`, or None. It is a
 separate process because JAX initialises its backends once per process, and because a crash ends the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
+import tempfile
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from flax_spmd._src.compare.compile_worker import devices_of
+from flax_spmd._src.compare.compile_worker import ASSIGNED, devices_of, without_passes
 from flax_spmd._src.compare.hardware import parse_target
+from flax_spmd._src.compare.partitioner import GPU, PartitionedProgram, PartitionRequest
+from flax_spmd._src.hlo.buffer_assignment import read_dump
 
-GPU = 'h100'  # all GPUs have the same partitioner
+_SOFTMAX = 'triton-softmax-rewriter'  # XLA's pass that fuses each softmax into one kernel
 
 
 def main(descriptor: int) -> None:
@@ -27,10 +31,10 @@ def main(descriptor: int) -> None:
   connection.send(_is_able())
   while True:
     try:
-      shape, code = connection.recv()
+      request = connection.recv()
     except EOFError:
       return
-    connection.send(_partitioned(shape, code))
+    connection.send(_partitioned(request))
 
 
 def _is_able() -> bool:
@@ -40,13 +44,36 @@ def _is_able() -> bool:
     return False
 
 
-def _partitioned(shape: tuple[int, ...], code: bytes) -> str | None:
+def _partitioned(request: PartitionRequest) -> PartitionedProgram | None:
   from flax_spmd._src.compat import partition_program
 
   try:
-    return partition_program(code, _devices(shape))
+    if request.target is not None:
+      return _with_memory(request, devices_of(request.target, request.shape))
+    return PartitionedProgram(partition_program(request.code, _devices(request.shape)))
   except Exception:  # the partitioner refuses the program
     return None
+
+
+def _with_memory(request: PartitionRequest, devices: Any) -> PartitionedProgram | None:
+  """The program with its buffers assigned; None if the compiler refuses it.
+
+  The compiler then reads a cache of kernels, fails to, and so generates no code.
+  """
+  from flax_spmd._src.compat import dump_program, hlo_text
+
+  flags = without_passes() if request.fuse_softmax else without_passes(_SOFTMAX)
+  with tempfile.TemporaryDirectory() as path:
+    folder = Path(path)
+    cache = folder / 'kernels'
+    cache.write_bytes(b'none')
+    flags['xla_gpu_kernel_cache_file'] = str(cache)
+    with contextlib.suppress(Exception):
+      dump_program(request.code, devices, folder, flags)
+    for file in folder.glob(ASSIGNED):
+      if found := read_dump(file.read_bytes()):
+        return PartitionedProgram(hlo_text(found.module, devices.size), found.memory)
+  return None
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""Partitioner: XLA's partitioner for GPUs, for single operations, in a process of its own.
+"""Partitioner: XLA's partitioner for GPUs, in a process of its own, without a GPU.
 
-    text = partitioner().partition(code, (4, 2))       # in milliseconds, without a GPU
+    text = partitioner().partition(code, (4, 2))            # a single operation, in milliseconds
+    program = partitioner().with_memory(code, (4, 2), target)   # a whole step, with its memory, in a second or two
 
 The process starts with the first program, and ends with this one.
 """
@@ -15,13 +16,41 @@ import sys
 import threading
 import weakref
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.compilation import has_wheel
-from flax_spmd._src.compare.hardware import compiler_environment, parse_target
-from flax_spmd._src.compare.partition_worker import GPU
+from flax_spmd._src.compare.hardware import Target, compiler_environment, parse_target
 
-_TIMEOUT = 60  # seconds, for one program or the start of the process
+_TIMEOUT, _LONG = 60, 600  # seconds, for one operation or the start of the process, and for a whole step
+GPU = 'h100'  # all GPUs have the same partitioner
+
+
+class PartitionRequest(NamedTuple):
+  """A program to partition.
+
+  Attributes:
+    code: MLIR bytecode.
+    shape: shape of the mesh.
+    target: hardware to assign buffers for; None to only partition.
+    fuse_softmax: whether to fuse each softmax into one kernel.
+  """
+
+  code: bytes
+  shape: tuple[int, ...]
+  target: Target | None = None
+  fuse_softmax: bool = False
+
+
+class PartitionedProgram(NamedTuple):
+  """A program as XLA partitions it.
+
+  Attributes:
+    text: HLO text of one device's program.
+    memory: bytes as of `Dump.memory`; None of a program that is only partitioned.
+  """
+
+  text: str
+  memory: dict[str, int] | None = None
 
 
 class Partitioner:
@@ -54,6 +83,23 @@ class Partitioner:
       code: MLIR bytecode.
       shape: shape of the mesh.
     """
+    program = self._reply(PartitionRequest(code, shape), _TIMEOUT)
+    return program and program.text
+
+  def with_memory(
+    self, code: bytes, shape: tuple[int, ...], target: Target, *, fuse_softmax: bool = False
+  ) -> PartitionedProgram | None:
+    """One device's program with its operations fused and scheduled, and its memory; None if it cannot be compiled.
+
+    Args:
+      code: MLIR bytecode.
+      shape: shape of the mesh.
+      target: hardware to compile for.
+      fuse_softmax: whether to fuse each softmax into one kernel of Triton's, which takes most of the time.
+    """
+    return self._reply(PartitionRequest(code, shape, target, fuse_softmax), _LONG)
+
+  def _reply(self, request: PartitionRequest, timeout: float) -> PartitionedProgram | None:
     with self._lock:
       running = self._running
       if running is None or running.owner != os.getpid() or running.process.poll() is not None:
@@ -61,7 +107,7 @@ class Partitioner:
       if running is None:
         return None
       try:
-        return running.reply((shape, code))
+        return running.reply(request, timeout)
       except (EOFError, OSError, TimeoutError):  # the program has ended it, or does not end
         running.end()
         self._running = None
@@ -102,19 +148,22 @@ class _PartitionProcess:
     theirs.close()
     self.end = weakref.finalize(self, _end, self._connection, self.process, self.owner)
 
-  def reply(self, request: object) -> Any:
+  def reply(self, request: object, timeout: float) -> Any:
     """The reply to a request; raises as `received`."""
     self._connection.send(request)
-    return self.received()
+    return self.received(timeout)
 
-  def received(self) -> Any:
+  def received(self, timeout: float = _TIMEOUT) -> Any:
     """What the process sends next.
+
+    Args:
+      timeout: seconds to wait.
 
     Raises:
       EOFError, OSError: the process has ended.
       TimeoutError: nothing comes in time.
     """
-    if not self._connection.poll(_TIMEOUT):
+    if not self._connection.poll(timeout):
       raise TimeoutError
     return self._connection.recv()
 

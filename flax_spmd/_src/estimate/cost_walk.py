@@ -94,16 +94,14 @@ class WalkResult(NamedTuple):
   Attributes:
     counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
-    memory: peak memory in bytes with the arguments.
     doubts: places where XLA could choose otherwise, one line each.
-    about_memory: those that remain where the collectives and the FLOPs are known.
+    unknown: those of them that are kernels with unknown costs.
   """
 
   counts: Counts
   temporaries: float
-  memory: float
   doubts: tuple[str, ...]
-  about_memory: tuple[str, ...]
+  unknown: tuple[str, ...]
 
 
 class _Known(NamedTuple):
@@ -291,9 +289,8 @@ class AnalyzedGraph:
       _KERNELS * work.kernels,
     )
     memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
-    costs = sum(one.wire for one in collectives), memory, work.flops
-    doubts = (each.texts(*costs) for each in (walk.doubts, walk.doubts.about_memory()))
-    return WalkResult(counts, peak + kept, memory, *doubts)
+    doubts = walk.doubts.texts(sum(one.wire for one in collectives), memory, work.flops)
+    return WalkResult(counts, peak + kept, doubts, walk.doubts.unbounded())
 
 
 def _chip_dtype(dtype: str) -> str:

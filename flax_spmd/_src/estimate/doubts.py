@@ -73,12 +73,9 @@ class Doubts:
     text = f'{source}: {reason}'
     self._kept[text] = self._kept.get(text, 0.0) + memory
 
-  def about_memory(self) -> Doubts:
-    """The doubts that remain where the collectives and the FLOPs are known."""
-    doubts = Doubts()
-    doubts._bounds = {text: Bound(memory=bound.memory) for text, bound in self._bounds.items()}
-    doubts._kept = self._kept
-    return doubts
+  def unbounded(self) -> tuple[str, ...]:
+    """One line for each doubt that could change anything."""
+    return tuple(text for text, bound in self._bounds.items() if math.isinf(bound.wire))
 
   def texts(self, wire: float, memory: float, flops: float) -> tuple[str, ...]:
     """One line per doubt, largest first; none if they cannot matter together.

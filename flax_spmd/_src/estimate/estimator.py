@@ -41,7 +41,7 @@ from flax_spmd._src.estimate.equal_operations import EqualOperations
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
-from flax_spmd._src.estimate.partitioned_step import partitioned_counts, with_partition
+from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -55,7 +55,7 @@ from flax_spmd.errors import TargetDeviceError, raise_problems
 if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
 
-_MEMORY_ERROR = 0.12  # relative error of the estimated peak
+_MEMORY_ERROR = {ESTIMATED: 0.12, PARTITIONED: 0.07}  # relative error of the peak
 TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
@@ -138,14 +138,16 @@ class Estimator:
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout; the step is not compiled.
 
-    For GPUs, if the extra `cuda` is installed, XLA's own partitioner partitions the step, in a process of its own that
-    starts with the first one. FLOPs and collectives are then exact, and only memory and time are estimated.
+    For GPUs, if the extra `cuda` is installed, XLA's own compiler partitions the step, fuses and schedules its operations,
+    and assigns its buffers, in a process of its own that starts with the first one. FLOPs and collectives are then
+    exact, and memory is that of the compiled step, within a few percent where it has a softmax: to fuse that into one
+    kernel takes most of a compilation, so it is done only where a softmax can decide the memory.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
       target: hardware to estimate for, as text such as `'h100:8'` or parsed.
-      partition: whether to partition the whole step, which takes several times as long as the rest. Without it, XLA
-        partitions the single operations for which it has several ways, and FLOPs and collectives are estimated.
+      partition: whether to partition the whole step, which takes a second or two. Without it, XLA partitions the single
+        operations for which it has several ways; FLOPs, collectives and memory are estimated, in a tenth of the time.
 
     Returns:
       The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.
@@ -171,13 +173,15 @@ class Estimator:
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
-    costs, is_partitioned = program.walk(layout, shardings, target.chip.platform, partition)
+    costs, is_partitioned = program.costs(layout, shardings, target, partition)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
     ]
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
-    memory = self._memory(argument_bytes, on_host, costs.temporaries)
+    is_kept = not (is_partitioned or self._train_step.donate)
+    memory = self._memory(argument_bytes, on_host, costs.temporaries, is_kept)
+    source = PARTITIONED if is_partitioned else ESTIMATED
     doubts = (TPU_DOUBT, *costs.doubts) if target.chip.platform == 'tpu' else costs.doubts
     return Outcome(
       '',
@@ -189,8 +193,8 @@ class Estimator:
       None,
       None,
       None,
-      PARTITIONED if is_partitioned else ESTIMATED,
-      (*doubts, *_memory_doubts(memory.peak, target.chip.memory)),
+      source,
+      (*doubts, *_memory_doubts(memory.peak, target.chip.memory, _MEMORY_ERROR[source])),
     )
 
   @property
@@ -199,20 +203,23 @@ class Estimator:
     return self._program.analyzed.dtype
 
   def _memory(
-    self, argument_bytes: Sequence[int], on_host: Sequence[bool], temporaries: float
+    self,
+    argument_bytes: Sequence[int],
+    on_host: Sequence[bool],
+    temporaries: float,
+    is_kept: bool,
   ) -> Memory:
     """Bytes on one device; those of the state and the batch count whether the step uses them or not.
 
-    If the state is not donated, the old and the new one are both live at the end of the step, when the memory of
-    the temporaries is free again. So are arrays from the host's memory: the compiler fetches them late where memory
-    is short.
+    If the old state is kept, both it and the new one are live at the end of the step, when the memory of the temporaries
+    is free again. So are arrays from the host's memory: the compiler fetches them late where memory is short.
     """
     by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
     for part, size, hosted in zip(self._parts, argument_bytes, on_host, strict=True):
       by_part[part] += 0 if hosted else size
     total = sum(by_part.values())
     host = sum(argument_bytes) - total
-    new_state = 0 if self._train_step.donate else total - by_part['batch']
+    new_state = total - by_part['batch'] if is_kept else 0
     extra = max(int(temporaries), host, new_state)
     parameters, optimizer, rest, batch = (by_part[part] for part in _PARTS)
     return Memory(parameters, optimizer, rest, batch, extra, total + extra, host)
@@ -248,37 +255,40 @@ class _AnalyzedStep:
     analyzed = AnalyzedGraph(graph, self._remembered)
     return analyzed, PartitionedOperations(self.module, analyzed.rematerialisable)
 
-  def walk(
-    self, layout: Layout, shardings: Sequence[NamedSharding], platform: str, partition: bool
-  ) -> tuple[WalkResult, bool]:
+  def costs(
+    self, layout: Layout, shardings: Sequence[NamedSharding], target: Target, partition: bool
+  ) -> tuple[WalkResult | PartitionedStep, bool]:
     """The costs under a layout, and whether the whole step was partitioned for them.
 
     Args:
       layout: the layout.
       shardings: those of all leaves of the state and the batch.
-      platform: platform to estimate for.
+      target: hardware to estimate for.
       partition: whether to partition the whole step, if there is a partitioner.
     """
-    graph, sizes = self.module.graph, axis_sizes(layout.mesh)
+    graph, sizes, platform = self.module.graph, axis_sizes(layout.mesh), target.chip.platform
     arguments = [
       _spec(shardings[index], len(graph.values[value].shape))
       for index, value in zip(self.used, graph.main.arguments, strict=True)
     ]
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
+    is_able = can_partition(platform)
+    partitioned = None
+    if is_able and partition:
+      code = self.module.program(sizes, arguments, results, resolve)
+      partitioned = partitioned_step(code, sizes, target)
+    if partitioned and not partitioned.counts.opaque:
+      return partitioned, True
     specs = self.module.propagate(sizes, arguments, results, resolve)
-    analyzed, partitioned = self._analyze(specs)
-    partitions = partitioned if can_partition(platform) else None
-    costs = analyzed.walk(specs, results, sizes, platform, partitions)
-    if not (partition and partitions):
-      return costs, False
-    counts = partitioned_counts(self.module.program(sizes, arguments, results, resolve), sizes)
-    return (costs, False) if counts is None else (with_partition(costs, counts), True)
+    analyzed, operations = self._analyze(specs)
+    costs = analyzed.walk(specs, results, sizes, platform, operations if is_able else None)
+    return (partitioned.with_kernels(costs), True) if partitioned else (costs, False)
 
 
-def _memory_doubts(peak: int, limit: int) -> Iterator[str]:
-  """A doubt if the peak is close to the limit."""
-  if abs(peak / limit - 1) < _MEMORY_ERROR:
+def _memory_doubts(peak: int, limit: int, error: float) -> Iterator[str]:
+  """A doubt if the peak is within a relative error of the limit."""
+  if abs(peak / limit - 1) < error:
     yield (
       f'memory: {size_text(peak)} of {size_text(limit)}, too close to call: a compiler rematerialises values '
       'that would just not fit'

@@ -134,7 +134,7 @@ def _lowered(train_step: TrainStepLike, platform: str) -> NamedLowering:
 
 def _lowered_on(layout: Layout, train_step: TrainStep, platform: str) -> NamedLowering:
   state, batch = abstract_arguments(train_step, layout)
-  traced = train_step.jitted(layout).trace(state, batch)
+  traced = train_step.jitted(layout, donate=True).trace(state, batch)
   lowered = lower_with_placeholders(traced, platform, layout.mesh)
   code, used = program_bytes(lowered), used_arguments(lowered)
   return NamedLowering(code, train_step, state, lowered.args_info, lowered.out_info, used, traced.jaxpr)

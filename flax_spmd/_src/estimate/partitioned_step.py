@@ -1,97 +1,87 @@
-"""Partitioned steps: the FLOPs and collectives of a whole step, as XLA partitions it.
+"""Partitioned steps: the work and memory of a whole step, as XLA partitions, fuses and schedules it.
 
-That takes a few times as long as an estimate, and leaves no doubt about them. The partitioner ends before it combines
-collectives; here they are combined as in estimates.
+That takes several times as long as an estimate, and a fraction of a compilation. To fuse a softmax into one kernel of
+Triton's takes most of a compilation, so it is done only where a softmax can decide the memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from flax_spmd._src.compare.partitioner import partitioner
-from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
+from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.partitioner import PartitionedProgram, partitioner
 from flax_spmd._src.estimate.cost_walk import WalkResult
-from flax_spmd._src.estimate.resharding import CollectiveOp
-from flax_spmd._src.hlo.counts import Collective, Counts, count_module, scaled
-from flax_spmd._src.hlo.parser import HloModule, parse
-from flax_spmd._src.text import size_text
+from flax_spmd._src.hlo.counts import Counts, count_module
+from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
 
-# Largest differences in FLOPs, and in bytes relative to the memory, of a walk that has the compiler's arrays. Few sums are live at once.
-_ALIKE, _ALIKE_SUMS = 0.08, 0.2
+_SMALL = 0.07  # share of the memory; smaller softmaxes do not decide it
 
 
-def partitioned_counts(code: bytes, sizes: Mapping[str, int]) -> Counts | None:
-  """The counts of a step as XLA for GPUs partitions it; None if it cannot.
+class PartitionedStep(NamedTuple):
+  """The costs of a step on one device.
 
-  The memory traffic is that before operations are fused.
+  Attributes:
+    counts: FLOPs, memory traffic and collectives.
+    temporaries: bytes of memory besides the arguments.
+    memory: bytes of memory with the arguments.
+    doubts: kernels with unknown costs, one line each.
+  """
+
+  counts: Counts
+  temporaries: float
+  memory: float
+  doubts: tuple[str, ...] = ()
+
+  def with_kernels(self, estimated: WalkResult) -> PartitionedStep:
+    """The step with the FLOPs of kernels that only an estimate has, and its doubts about the others."""
+    flops = max(self.counts.flops, estimated.counts.flops)
+    return self._replace(counts=self.counts._replace(flops=flops), doubts=estimated.unknown)
+
+
+def partitioned_step(code: bytes, sizes: Mapping[str, int], target: Target) -> PartitionedStep | None:
+  """A step as XLA for GPUs partitions it; None if it cannot.
 
   Args:
     code: the step as MLIR bytecode, with shardings.
     sizes: size per mesh axis, in order.
+    target: hardware to partition for.
   """
-  text = partitioner().partition(code, tuple(sizes.values()))
-  if text is None:
+  shape = tuple(sizes.values())
+  found = _assigned(partitioner().with_memory(code, shape, target), sizes)
+  if found and _largest_softmax(found[0]) > _SMALL * found[1].memory:
+    found = _assigned(partitioner().with_memory(code, shape, target, fuse_softmax=True), sizes) or found
+  return found and found[1]
+
+
+def _assigned(
+  program: PartitionedProgram | None, sizes: Mapping[str, int]
+) -> tuple[HloModule, PartitionedStep] | None:
+  if program is None or program.memory is None:
     return None
-  module = parse(text)
-  counts = count_module(module, sizes)
-  return counts._replace(collectives=_combined(module, counts.collectives, sizes))
+  module, memory = parse(program.text), program.memory
+  temporaries = max(0, memory['results'] - memory['shared'] + memory['temporaries'])
+  step = PartitionedStep(count_module(module, sizes), temporaries, memory['arguments'] + temporaries)
+  return module, step
 
 
-def _combined(
-  module: HloModule, collectives: tuple[Collective, ...], sizes: Mapping[str, int]
-) -> tuple[Collective, ...]:
-  """Collectives, combined where they are independent; those over devices that are no part of the mesh are as before."""
-  named = {one.name: one for one in collectives if one.axes}
-  combiner = CollectiveCombiner(sizes)
-  for computation in module.computations.values():
-    for instruction in computation.instructions.values():
-      combiner.add_dependences((instruction.name,), instruction.operands)
-      if one := named.get(instruction.name):
-        op = CollectiveOp(one.kind, one.axes, one.bytes)
-        combiner.add(one.name, (op,), one.times, one.dtype, one.op, one.source, computation.name)
-  found = [*combiner.collectives(), *(one for one in collectives if not one.axes)]
-  return tuple(sorted(found, key=lambda one: -one.wire))
+def _largest_softmax(module: HloModule) -> float:
+  """The bytes of the largest softmax that a kernel computes on the way to its result, and so does not store.
 
-
-def with_partition(costs: WalkResult, counts: Counts) -> WalkResult:
-  """The costs of a walk with the FLOPs and collectives of a partitioned step.
-
-  What remains in doubt is the memory; all of it, where the walk gathers other arrays than the partitioned step.
+  As one kernel of Triton's it would be stored, and the operations after it would be kernels of their own.
   """
-  flops = max(counts.flops, costs.counts.flops) if counts.opaque else counts.flops  # of kernels, too
-  known = scaled(costs.counts, flops=flops / costs.counts.flops if costs.counts.flops else 1.0)
-  known = known._replace(flops=flops, collectives=counts.collectives)
-  doubts = costs.about_memory
-  apart = abs(flops - costs.counts.flops)
-  if apart > _ALIKE * flops:
-    doubts = (
-      *doubts,
-      f'memory: of {flops:.3g} FLOPs the estimate has {costs.counts.flops:.3g}, with other shards of activations',
-    )
-  ours, theirs = _gathered(costs.counts), _gathered(counts)
-  apart = sum(abs(ours.get(axes, 0.0) - theirs.get(axes, 0.0)) for axes in ours | theirs)
-  if apart > _ALIKE * costs.memory:
-    doubts = (*doubts, f'memory: gathered arrays of {size_text(apart)} are others than the estimate has')
-  apart = abs(_summed(costs.counts) - _summed(counts))
-  if apart > _ALIKE_SUMS * costs.memory:
-    doubts = (
-      *doubts,
-      f'memory: sums of {size_text(apart)} are scattered otherwise than the estimate has',
-    )
-  return costs._replace(counts=known, doubts=doubts)
+  inner = (
+    one
+    for computation in module.computations.values()
+    for name, one in computation.instructions.items()
+    if name != computation.root and one.op == 'divide' and _is_of_rows(one, computation)
+  )
+  return max((one.bytes for one in inner), default=0.0)
 
 
-def _summed(counts: Counts) -> float:
-  """The bytes that sums over devices write, each in one run: of scattered ones, the part of a device."""
-  whole = sum(one.bytes for one in counts.collectives if one.kind == 'all-reduce')
-  return whole + sum(one.bytes / one.group for one in counts.collectives if one.kind == 'reduce-scatter')
-
-
-def _gathered(counts: Counts) -> dict[frozenset[str], float]:
-  """The bytes that all-gathers write, each in one run, by mesh axes."""
-  gathered: dict[frozenset[str], float] = {}
-  for one in counts.collectives:
-    if one.kind == 'all-gather':
-      axes = frozenset(one.axes)
-      gathered[axes] = gathered.get(axes, 0.0) + one.bytes * one.group
-  return gathered
+def _is_of_rows(one: Instruction, computation: Computation) -> bool:
+  """Whether the last operand of an instruction has one number per row."""
+  rows = computation.instructions.get(one.operands[-1])
+  if rows is None or rows.op != 'broadcast' or len(one.shapes[0].dims) < 2:
+    return False
+  return rows.attributes['dimensions'] == f'{{{",".join(map(str, range(len(one.shapes[0].dims) - 1)))}}}'

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome
+from flax_spmd._src.compare.outcome import ESTIMATED, Outcome
 from flax_spmd._src.hlo.counts import Collective, scaled
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
 from flax_spmd._src.text import size_text
 
-_NOT_PARTITIONED = ('temporaries', 'hbm')  # factors that hold for a partitioned step, too
-
 
 def corrected(
   outcome: Outcome, check: EstimateCheck, target: Target, memory: int, dtype: str
 ) -> Outcome:
-  """An estimate with the corrections of a check; a compiled outcome as it is, and so the work of a partitioned step.
+  """An estimate with the corrections of a check; an outcome of the compiler, or of its partitioner, as it is.
 
   Args:
     outcome: the estimate.
@@ -26,11 +24,9 @@ def corrected(
     memory: bytes available to the step on each device.
     dtype: operands' dtype of most matrix products.
   """
-  if not outcome.counts or not outcome.memory or outcome.source not in (ESTIMATED, PARTITIONED):
+  if not outcome.counts or not outcome.memory or outcome.source != ESTIMATED:
     return outcome
-  is_partitioned = outcome.source == PARTITIONED
-  kept = _NOT_PARTITIONED if is_partitioned else check.factors
-  factors = {name: factor for name, factor in check.factors.items() if name in kept}
+  factors = check.factors
   temporaries = int(outcome.memory.temporaries * factors.get('temporaries', 1.0))
   peak = corrected_peak(outcome, factors)
   counts = scaled(outcome.counts, factors.get('flops', 1.0), factors.get('hbm', 1.0))
@@ -42,11 +38,7 @@ def corrected(
     counts=counts,
     cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
     fits=peak <= target.chip.memory,
-    doubts=(
-      *outcome.doubts,
-      *(() if is_partitioned else check.doubts(outcome)),
-      *_memory_doubts(peak, memory, check),
-    ),
+    doubts=(*outcome.doubts, *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
   )
 
 

@@ -171,6 +171,7 @@ class SearchRun:
             return
           self.trials.partition(candidate)
           update(number, '')
+      self._check()
 
   # -- compilation
 
@@ -187,11 +188,12 @@ class SearchRun:
       self._check()
 
   def _check(self) -> None:
-    """Compares all compiled layouts with their estimates, and corrects all estimates by the result."""
-    if self.trials.reason or not self.limits.top:
+    """Compares all compiled and partitioned layouts with their estimates, and corrects all estimates by the result."""
+    if self.trials.reason:
       return
-    plain = {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
-    check = check_estimates([(self.trials.uncorrected(key), one) for key, one in plain.items()])
+    compiled = {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
+    known = self.trials.partitioned | compiled
+    check = check_estimates([(self.trials.uncorrected(key), one) for key, one in known.items()])
     if check:
       self.trials.correct_by(check)
 

@@ -57,6 +57,7 @@ _PREPARE = (
   'sdy-add-data-flow-edges,sdy-apply-sharding-constraints,'
   'func.func(sdy-populate-op-sharding-rules))'
 )
+_DONATION = ('tf.aliasing_output', 'jax.buffer_donor')
 _Program = TypeVar('_Program')
 _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 
@@ -179,7 +180,10 @@ class PreparedModule:
     """The step under a layout as MLIR bytecode, without any preparation. The arguments are those of `propagate`."""
     with self._context, ir.Location.unknown():
       copy = self._whole.operation.clone()
-      _set_shardings(copy, list(slots_of(main_of(copy))), sizes, arguments, results, resolve)
+      main = main_of(copy)
+      donations = _donations(main)
+      _set_shardings(copy, list(slots_of(main)), sizes, arguments, results, resolve)
+      _add_to_arguments(main, donations)
       devices = math.prod(sizes.values())
       copy.attributes['mhlo.num_partitions'] = ir.IntegerAttr.get(
         ir.IntegerType.get_signless(32), devices
@@ -255,6 +259,21 @@ def _set_signature(main: Any, arguments: Sequence[Spec], results: Sequence[Spec 
       for spec in specs
     )
     main.attributes[name] = ir.Attribute.parse(f'[{", ".join(texts)}]')
+
+
+def _donations(main: Any) -> list[list[str]]:
+  """The attributes by which JAX donates each argument of a function."""
+  arguments = main.attributes.get('arg_attrs', ())
+  return [[f'{one.name} = {one.attr}' for one in each if one.name in _DONATION] for each in arguments]
+
+
+def _add_to_arguments(main: Any, added: Sequence[Sequence[str]]) -> None:
+  """Adds attributes to the arguments of a function."""
+  texts = (
+    ', '.join([*(f'{one.name} = {one.attr}' for one in each), *more])
+    for each, more in zip(main.attributes['arg_attrs'], added)
+  )
+  main.attributes['arg_attrs'] = ir.Attribute.parse(f'[{", ".join(f"{{{text}}}" for text in texts)}]')
 
 
 def _dims_text(spec: Spec) -> str:
