@@ -280,8 +280,12 @@ class SearchRun:
     )
 
   def _shown(self) -> dict[Candidate | PipelineCandidate, Outcome]:
-    """The best estimates, if nothing was compiled."""
-    shown: dict[Candidate | PipelineCandidate, Outcome] = {**self._selection.shown()}
+    """What was partitioned, or else the best estimates, if nothing was compiled."""
+    partitioned = {key: self.trials.outcome(key) for key in self.trials.partitioned}
+    is_enough = any(map(self._selection.fits, partitioned.values()))
+    shown: dict[Candidate | PipelineCandidate, Outcome] = {
+      **(partitioned if is_enough else self._selection.shown())
+    }
     for number, one in enumerate(self.pipelines):
       shown |= {PipelineCandidate(number, key): outcome for key, outcome in one.shown().items()}
     return shown
