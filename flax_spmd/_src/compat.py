@@ -1352,7 +1352,7 @@ def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
     return _lowered_by(rule, traced, platform)
 
 
-_PLACEHOLDER = 'CustomSPMDPartitioning'
+PLACEHOLDER = 'CustomSPMDPartitioning'
 _callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
 
 
@@ -1389,7 +1389,7 @@ def _placeholder(
     ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in call.out_avals
   ]
   attributes = {
-    'call_target_name': ir.StringAttr.get(_PLACEHOLDER),
+    'call_target_name': ir.StringAttr.get(PLACEHOLDER),
     'api_version': mlir.i32_attr(2),
     'backend_config': ir.StringAttr.get(key),
     'kernel': ir.StringAttr.get(_kernel(ctx, call)),
@@ -1481,7 +1481,7 @@ def _placeholder_axes(lowered: Any) -> dict[str, tuple[list[Any], list[Any]]]:
   found: dict[str, tuple[list[Any], list[Any]]] = {}
   with _propagated(lowered) as (_, copy):
     for op in _custom_calls(copy):
-      if ir.StringAttr(op.attributes['call_target_name']).value == _PLACEHOLDER:
+      if ir.StringAttr(op.attributes['call_target_name']).value == PLACEHOLDER:
         key = ir.StringAttr(op.attributes['backend_config']).value
         found[key] = [*map(_value_axes, op.operands)], [*map(_value_axes, op.results)]
   return found

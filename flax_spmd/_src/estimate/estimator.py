@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,10 +29,11 @@ from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
-from flax_spmd._src.compare.lowering import abstract_batch
+from flax_spmd._src.compare.lowering import abstract_batch, lower
 from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
+from flax_spmd._src.compat import PLACEHOLDER
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
@@ -101,6 +102,7 @@ class Estimator:
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
     mlir.check_jaxlib()
+    self._given = train_step
     self._lowering = lower_on_names(train_step, platform)
     self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
@@ -173,7 +175,8 @@ class Estimator:
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
-    costs, is_partitioned = program.costs(layout, shardings, target, partition)
+    lowered = lambda: lower(self._given, layout, target).code
+    costs, is_partitioned = program.costs(layout, shardings, target, lowered if partition else None)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
@@ -235,7 +238,7 @@ class _AnalyzedStep:
   """
 
   def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
-    self.used, self.is_automatic = lowering.used, is_automatic
+    self.used, self.is_automatic, self._code = lowering.used, is_automatic, lowering.code
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
     self._equal = EqualOperations(self.module.graph)
@@ -256,7 +259,11 @@ class _AnalyzedStep:
     return analyzed, PartitionedOperations(self.module, analyzed.rematerialisable)
 
   def costs(
-    self, layout: Layout, shardings: Sequence[NamedSharding], target: Target, partition: bool
+    self,
+    layout: Layout,
+    shardings: Sequence[NamedSharding],
+    target: Target,
+    lowered: Callable[[], bytes] | None,
   ) -> tuple[WalkResult | PartitionedStep, bool]:
     """The costs under a layout, and whether the whole step was partitioned for them.
 
@@ -264,7 +271,8 @@ class _AnalyzedStep:
       layout: the layout.
       shardings: those of all leaves of the state and the batch.
       target: hardware to estimate for.
-      partition: whether to partition the whole step, if there is a partitioner.
+      lowered: function that lowers the step under the layout, to partition it whole if there is a partitioner; None
+        to only estimate it.
     """
     graph, sizes, platform = self.module.graph, axis_sizes(layout.mesh), target.chip.platform
     arguments = [
@@ -275,8 +283,9 @@ class _AnalyzedStep:
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     is_able = can_partition(platform)
     partitioned = None
-    if is_able and partition:
-      code = self.module.program(sizes, arguments, results, resolve)
+    if is_able and lowered:
+      is_whole = PLACEHOLDER.encode() not in self._code
+      code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
       partitioned = partitioned_step(code, sizes, target)
     if partitioned and not partitioned.counts.opaque:
       return partitioned, True
