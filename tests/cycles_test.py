@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -27,6 +27,18 @@ def ring():
   tree: dict[str, Any] = {}
   tree['a'] = tree['b'] = tree
   return tree
+
+
+class Pair(NamedTuple):
+  one: Any
+  two: Any
+
+
+def ring_of_pairs():
+  inner: list[Any] = []
+  inner.append(Pair(1.0, inner))
+  inner.append(inner)
+  return {'w': inner}
 
 
 def ring_of_lists():
@@ -65,6 +77,13 @@ b is (root) again: the tree contains itself.
     f"""\
 inner/0/0 is inner again: the tree contains itself.
 inner/0/1 is inner again: the tree contains itself.
+{NO_REFERENCE}""",
+  ),
+  'ring of pairs': (
+    ring_of_pairs,
+    f"""\
+w/0/two is w again: the tree contains itself.
+w/1 is w again: the tree contains itself.
 {NO_REFERENCE}""",
   ),
   'ring through a dataclass': (

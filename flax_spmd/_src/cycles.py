@@ -114,10 +114,7 @@ _NO_REFERENCE = 'leave it out: no part of a tree may refer to what it is in.'
 
 def _with_keys(node: Any) -> Iterable[tuple[Any, Any]]:
   """The children of a node with their keys; none of a module, which is checked by itself."""
-  if compat.is_nnx_module_type(type(node)):
-    return ()
-  found = default_registry.flatten_one_level_with_keys(node)
-  return () if found is None else found[0]
+  return () if compat.is_nnx_module_type(type(node)) else one_level(node)
 
 
 def _check_below(node: Any, above: dict[int, Any], acyclic: set[int], path: tuple[Any, ...]) -> None:
@@ -147,7 +144,8 @@ def one_level(node: Any) -> list[tuple[Any, Any]]:
   """The children of a node with their keys, without those by which NNX keeps the state of a module itself."""
   if compat.is_nnx_module_type(type(node)):
     return [(entry, child) for entry, child in compat.nnx_children(node) if not _is_internal(entry)]
-  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
+  is_root = iter([True])  # a node may be its own child
+  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda _: not next(is_root, False))[0]
   return [(path[0], child) for path, child in flat if path]
 
 
