@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import dedent
@@ -154,8 +155,13 @@ def test_a_thread_that_cannot_start_frees_the_path(tmp_path, layout, monkeypatch
   with monkeypatch.context() as patched:
     patched.setattr(threading.Thread, 'start', refused)
     for path, overwrite in ((tmp_path / 'a', True), (tmp_path / 'b', False)):
-      with pytest.raises(RuntimeError, match="can't start new thread"):
+      with pytest.raises(errors.CheckpointError) as caught:
         checkpoint.save_async(path, state_of(layout, 2), layout=layout, overwrite=overwrite)
+      assert str(caught.value) == (
+        f"The save to {path} failed: can't start new thread.\n"
+        'Fix: see the error above; the path keeps its previous contents.'
+      )
+      assert isinstance(caught.value.__cause__, RuntimeError)
   assert number_of(tmp_path / 'a', layout) == 1
   assert checkpoint.ls(tmp_path)[0].path == str(tmp_path / 'a')
   for path, overwrite in ((tmp_path / 'a', True), (tmp_path / 'b', False)):
@@ -374,6 +380,7 @@ def test_a_program_that_ends_during_the_commit(tmp_path, monkeypatch, place):
     f'The program ended before {tmp_path / "a"} was saved.\n'
     'Fix: call result() of the last save before the program ends; the path keeps its previous contents.'
   )
+  assert "can't create new thread" not in ''.join(traceback.format_exception(caught.value))
   monkeypatch.undo()
   checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=layout)
 

@@ -127,6 +127,21 @@ def test_layers_of_one_stack_on_different_devices(tmp_path):
     assert restored[f'layers_{i}']['w'].sharding.mesh == mesh
 
 
+def test_a_leaf_of_another_rank_beside_one_that_moves(tmp_path):
+  def state(names, shape, scale):
+    return {'up': {'w': spmd.LogicallyPartitioned(jnp.zeros(shape), names), 'scale': jnp.zeros(scale)}}
+
+  path = put(tmp_path / 'a', state(('layers', 'embed'), (3, 8), 8))
+  target = LAYOUT.abstract(lambda: state(('embed', 'layers'), (8, 3), (8, 3)))
+  assert (
+    text_of(path, target, changes=Changes(moved='layers'))
+    == dedent(f"""\
+    Checkpoint {path} does not match the target:
+    up/scale: float32[8] in the checkpoint, float32[8,3] in the target.
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
+  )
+
+
 def test_nested_modules_and_a_number_inside_a_name(tmp_path):
   state = LAYOUT.shard(nested())
   path = put(tmp_path / 'a', state)

@@ -124,6 +124,34 @@ def test_casts_and_stacks(tmp_path):
     checkpoint.restore(tmp_path / 'stack4', LAYOUT.shard(single(6)), changes=changes)
 
 
+@pytest.mark.parametrize('axis', [None, 0, 1, 2])
+@pytest.mark.parametrize('sizes', [(8, 24), (24, 8)])
+@pytest.mark.parametrize('is_stacked', [False, True])
+def test_layers_whose_other_dimensions_have_another_size(tmp_path, is_stacked, sizes, axis):
+  """Names show the stacked dimension, or it is given."""
+
+  def states(size, value):
+    at, w = axis or 0, np.arange(3 * 16 * size, dtype=np.float32).reshape(3, 16, size) + value
+    names = ['embed', 'mlp']
+    names.insert(at, 'layers')
+    stack = spmd.LogicallyPartitioned(jnp.asarray(np.moveaxis(w, 0, at)), tuple(names))
+    single = {
+      f'layers_{n}': {'w': spmd.LogicallyPartitioned(jnp.asarray(w[n]), ('embed', 'mlp'))}
+      for n in range(3)
+    }
+    return [single, {'layers': {'w': stack}}]
+
+  checkpoint.save(tmp_path / 'a', LAYOUT.shard(states(sizes[0], 0)[not is_stacked]), LAYOUT)
+  own = LAYOUT.shard(states(sizes[1], 5000)[is_stacked])
+  stack = 'layers_{}' if axis is None else ('layers_{}', axis)
+  changes = Changes(stacks={'layers': stack}, resized='mlp')
+  restored = checkpoint.restore(tmp_path / 'a', own, changes=changes)
+  assert_matches_target(restored, own)
+  assert_resized(restored, states(sizes[0], 0)[is_stacked], own)
+  with pytest.raises(errors.CheckpointMismatchError, match='not in the checkpoint'):
+    checkpoint.restore(tmp_path / 'a', own, changes=Changes(stacks={'layers': stack}, resized='embed'))
+
+
 def test_an_abstract_target_has_no_values_to_keep(tmp_path):
   def state(count):
     return {'w': spmd.LogicallyPartitioned(jnp.ones((count, 8)), ('layers', 'embed'))}

@@ -213,4 +213,5 @@ def _begun_by_orbax(folder: epath.Path, contents: Contents, request: SaveRequest
     with options:
       return ocp.save_async(folder, contents.tree)
   except Exception as error:  # of many kinds, for a folder that cannot be made
-    raise async_save.save_error(error, folder.parent) from error
+    failure = async_save.save_error(error, folder.parent)
+    raise failure from failure.__cause__

@@ -112,7 +112,13 @@ class PendingChecksums:
 
 def _text(state: int, array: Any) -> str:
   bits = 8 * math.prod(array.shape) * _width(array.dtype)
-  return f'{_NAME}{state ^ followed(_ONES, bits) ^ _ONES:08x}'
+  return f'{_NAME}{state ^ _ones_before(bits) ^ _ONES:08x}'
+
+
+@functools.lru_cache(maxsize=4096)
+def _ones_before(bits: int) -> int:
+  """The state of as many zero bits after the first state; most arrays have the size of others."""
+  return followed(_ONES, bits)
 
 
 @functools.cache

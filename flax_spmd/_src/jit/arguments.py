@@ -462,7 +462,9 @@ def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[list[Any]], Any], list[Any]]:
   """`fn` as a function of its arrays and NNX modules, closed over all other arguments: numbers, models, functions."""
-  outermost_modules((args, kwargs))  # raises for what JAX would follow to the end of the stack
+  named = {f'argument {number}': value for number, value in enumerate(args)}
+  named |= {f'argument {name}': value for name, value in kwargs.items()}
+  outermost_modules(named)  # raises for what JAX would follow to the end of the stack
   leaves, treedef = jax.tree.flatten(
     (args, kwargs), is_leaf=lambda node: compat.is_nnx_module_type(type(node))
   )

@@ -306,7 +306,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
   def _find_modules(self, args, kwargs) -> None:
     """Finds modules in the arguments of the first call, before JAX flattens them: a module may contain itself."""
     first = self._modular is None and not self._by_signature
-    if first and has_modules(self._arguments.dynamic(args, kwargs)):
+    if first and has_modules(self._arguments.dynamic(args, kwargs), self._arguments.named_path):
       self._modular = self._made_modular()
 
   def _made_modular(self) -> _Modular:
@@ -447,7 +447,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       if planned is not None:  # another thread has planned it meanwhile
         return planned
       dynamic = self._arguments.dynamic(*self._arguments.without_static_objects(args, kwargs))
-      if has_modules(dynamic):
+      if has_modules(dynamic, self._arguments.named_path):
         raise _TakesModules
       dynamic = self._arguments.dynamic(args, kwargs)
       inputs = self._inputs_of_call(dynamic, kwargs)

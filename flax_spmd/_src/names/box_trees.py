@@ -17,7 +17,7 @@ import jax
 from flax.core import meta
 
 from flax_spmd._src import compat
-from flax_spmd._src.cycles import check_no_cycles
+from flax_spmd._src.cycles import LEAVES, check_no_cycles
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
 from flax_spmd._src.names.nnx_variables import (
@@ -110,12 +110,19 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     {'w': 1.0}
   """
 
+  check_no_cycles(tree)
+  return _unboxed(tree, apply_constraint)
+
+
+def _unboxed(tree: Any, apply_constraint: bool) -> Any:
+  """A tree that does not contain itself, without its boxes."""
+
   def open_box(box):
     own_box = None if compat.is_bridge_box_type(type(box)) else as_own_box(box)
     inner = box.unbox() if own_box is None else own_box.unbox(apply_constraint)
-    return unbox(inner, apply_constraint)
+    return inner if type(inner) in LEAVES else _unboxed(inner, apply_constraint)
 
-  return map_axis_meta(open_box, tree)
+  return meta.map_axis_meta(open_box, tree)
 
 
 @set_module('flax_spmd')
@@ -177,5 +184,5 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
     return static_of_metadata(leaf.metadata), leaf.value
   box = as_own_box(leaf)
   if box is None:
-    return None, unbox(leaf, apply_constraint=False)
-  return box.static, unbox(box.value, apply_constraint=False)
+    return None, _unboxed(leaf, apply_constraint=False)
+  return box.static, _unboxed(box.value, apply_constraint=False)

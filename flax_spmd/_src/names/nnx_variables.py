@@ -14,13 +14,13 @@ with the attributes of modules as keys (`attributes_as_keys`). The fields of an 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
 from flax_spmd._src import compat
 from flax_spmd._src.cycles import one_level, outermost_modules
@@ -70,9 +70,11 @@ def _names(given: Any) -> Any:
   return tuple(tuple(name) if isinstance(name, list) else name for name in given)
 
 
-def has_modules(tree: Any) -> bool:
-  """Whether a tree has modules, or variables that are not in an `nnx.State`."""
-  return bool(outermost_modules(tree)) or any(map(is_module, jax.tree.leaves(tree, is_leaf=ends_walk)))
+def has_modules(tree: Any, named: Callable[[KeyPath], KeyPath] = tuple) -> bool:
+  """Whether a tree has modules, or variables that are not in an `nnx.State`. `named` is for errors, as in `outermost_modules`."""
+  return bool(outermost_modules(tree, named)) or any(
+    map(is_module, jax.tree.leaves(tree, is_leaf=ends_walk))
+  )
 
 
 def is_module(node: Any) -> bool:

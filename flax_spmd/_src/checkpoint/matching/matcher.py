@@ -275,6 +275,7 @@ class _Matcher:
       return self._unconfirmed_axis(stack, path, stacked, single)
     rank = len(stacked.shape)
     axes = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
+    axes = axes or self._resized_axes(stacked, single)
     if axes and self._lacks_axis(stack, path, rank):
       return None
     if not axes and not may_be_missing(self.changes, path):
@@ -292,6 +293,25 @@ class _Matcher:
       choice = f'Changes(stacks={{{stack.stacked!r}: ({stack.text!r}, {axes[0]})}})'
       self._wrong(text, f'choose one: pass {choice}.')
     return axes[0] if axes else None
+
+  def _resized_axes(self, stacked: LeafRecord, single: LeafRecord) -> list[int]:
+    """The possible stacked dimensions of a leaf whose other dimensions may have other sizes."""
+    rank = len(stacked.shape)
+    if not self.changes.resized or len(single.shape) != rank - 1:
+      return []
+    ours, theirs = (
+      renamed_axes(self.changes, leaf.names) or (None,) * len(leaf.shape) for leaf in (stacked, single)
+    )
+
+    def fits(axis: int) -> bool:
+      pairs = zip(without(stacked.shape, axis), single.shape, without(ours, axis), theirs, strict=True)
+      return all(
+        (one is None or two is None or one == two)
+        and (a == b or one is two is None or {one, two} & {*self.changes.resized})
+        for a, b, one, two in pairs
+      )
+
+    return [axis for axis in range(rank) if fits(axis)]
 
   def _misfit_axis(self, stack: LayerStack, stacked: LeafRecord, single: LeafRecord) -> int | None:
     """The stacked dimension of a leaf with as many elements in other dimensions, to report their shapes."""

@@ -45,7 +45,7 @@ def inferred_moves(
     if None not in (old.names, new.names) or (order is None and inside is None):
       continue
     shorter = _shortened(order or orders[scanned[inside or '']], len(new.shape))
-    if shorter is None:
+    if shorter is None or len(new.shape) != len(old.shape):
       continue
     if order is None and new.shape == old.shape:
       if tuple(old.shape[d] for d in shorter) == new.shape:

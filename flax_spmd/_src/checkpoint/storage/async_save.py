@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -255,8 +256,11 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
       return call()
     except CheckpointError:
       raise
-    except OSError as error:
-      raise save_error(error, path) from error
+    except (OSError, RuntimeError) as error:
+      if isinstance(error, RuntimeError) and not _NO_THREAD.search(str(error)):
+        raise
+      failure = save_error(error, path)
+      raise failure from failure.__cause__
   results: list[Result] = []
   with heartbeat.call.entered(), in_front():
     background = _BackgroundCall(lambda: results.append(call()))
@@ -309,7 +313,7 @@ def start(
       held.require_lease()
       if isinstance(error, RuntimeError):
         failure = save_error(error, held.path)
-        raise failure from error
+        raise failure from failure.__cause__
       raise
     finally:
       heartbeat.stop(failure)
@@ -434,7 +438,8 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
     except errors.FlaxSpmdError:
       raise
     except Exception as error:  # clients of buckets have their own classes
-      raise save_error(error, path) from error
+      failure = save_error(error, path)
+      raise failure from failure.__cause__
 
 
 def error_elsewhere(path: Any, failure: Failure) -> CheckpointError:
@@ -446,15 +451,23 @@ def error_elsewhere(path: Any, failure: Failure) -> CheckpointError:
 
 
 def save_error(error: Exception, path: epath.Path) -> CheckpointError:
-  """The error of a save, for one of Orbax or of a client of a bucket, or of Python, which starts no threads at its end."""
+  """The error of a save, for one of Orbax or of a client of a bucket, or of Python, which starts no threads at its end.
+
+  It has that error as its cause, except at the end of the program, which is cause enough.
+  """
   if isinstance(error, RuntimeError) and 'shutdown' in str(error):
     return CheckpointError(
       f'The program ended before {path} was saved.\n'
       f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
     )
-  return CheckpointError(
+  failure = CheckpointError(
     f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
   )
+  failure.__cause__ = error
+  return failure
+
+
+_NO_THREAD = re.compile('new thread|shutdown')
 
 
 def _before_shutdown() -> None:

@@ -360,6 +360,8 @@ def _skeleton(content: Any) -> Skeleton:
 
 def is_unsafe_name(name: Any) -> bool:
   """Whether a leaf name is invalid, or could be read as a path that leads out of a folder."""
+  if isinstance(name, str) and name.isidentifier():
+    return False
   if not isinstance(name, str) or '\0' in name or name in ('', '.', '..') or _SURROGATE.search(name):
     return True
   parts = name.replace('\\', '/').split('/')
@@ -370,6 +372,9 @@ def _is_int(content: Any) -> bool:
   return type(content) is int  # isinstance would accept a bool
 
 
+_FIELDS = frozenset(LeafRecord._fields)
+
+
 def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
   """A validated leaf.
 
@@ -377,8 +382,10 @@ def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
     content: stored form of the leaf.
     validated: shape, names and spec of earlier leaves, by their stored form. Most leaves repeat some.
   """
-  known = isinstance(content, dict) and set(content) <= set(LeafRecord._fields)
-  expect(known, 'a leaf is not an object with the known fields')
+  expect(
+    isinstance(content, dict) and content.keys() <= _FIELDS,
+    'a leaf is not an object with the known fields',
+  )
   shape, dtype = content['shape'], content['dtype']
   stored = dtype, shape, content.get('names'), content.get('spec')
   key = repr(stored)
@@ -386,11 +393,12 @@ def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
     validated[key] = _shape_names_spec(*stored)
   shape, names, spec = validated[key]
   checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
-  expect(checksum is None or is_checksum(checksum), f'a leaf has the checksum {checksum!r}')
-  expect(
-    type(value) is NUMBERS.get(dtype, type(None)), f'a leaf of dtype {dtype} has the value {value!r}'
-  )
-  expect(on_mesh is None or on_mesh is True, f'on_mesh is {on_mesh!r}')
+  if checksum is not None and not is_checksum(checksum):
+    raise ValueError(f'a leaf has the checksum {checksum!r}')
+  if type(value) is not NUMBERS.get(dtype, type(None)):
+    raise ValueError(f'a leaf of dtype {dtype} has the value {value!r}')
+  if on_mesh is not None and on_mesh is not True:
+    raise ValueError(f'on_mesh is {on_mesh!r}')
   packed = _packed(content.get('packed'), dtype)
   return LeafRecord(shape, dtype, names, spec, checksum, value, on_mesh, packed)
 
@@ -428,7 +436,7 @@ def _packed(content: Any, dtype: str) -> tuple[str, int] | None:
   if content is None:
     return None
   is_pair = isinstance(content, list) and len(content) == 2 and isinstance(content[0], str)
-  is_place = is_pair and _is_int(content[1]) and dtype not in NUMBERS
-  expect(is_place, f'a leaf of dtype {dtype} is packed at {content!r}')
+  if not (is_pair and _is_int(content[1]) and dtype not in NUMBERS):
+    raise ValueError(f'a leaf of dtype {dtype} is packed at {content!r}')
   dtype_of(content[0])
   return content[0], content[1]

@@ -11,7 +11,7 @@ every choice of node classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,23 +87,28 @@ def paths(skeleton: Skeleton) -> list[str]:
 
 def keys(skeleton: Skeleton) -> list[tuple[str, ...]]:
   """The keys on the way to each leaf, in the order of their indices. A key may hold a slash or a dot."""
-  by_index = dict(_walk(skeleton, ()))
+  by_index: dict[int, tuple[str, ...]] = {}
+
+  def walk(node: Skeleton, names: tuple[str, ...]) -> None:
+    for name, child in children(node):
+      if isinstance(child, int):
+        by_index[child] = (*names, name)
+      else:
+        walk(child, (*names, name))
+
+  if isinstance(skeleton, int):
+    return [()]
+  walk(skeleton, ())
   return [by_index[index] for index in range(len(by_index))]
 
 
-def _walk(skeleton: Skeleton, names: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
-  if isinstance(skeleton, int):
-    yield skeleton, names
-  for name, child in children(skeleton):
-    yield from _walk(child, (*names, name))
-
-
-def children(skeleton: Skeleton) -> Iterator[tuple[str, Skeleton]]:
+def children(skeleton: Skeleton) -> Iterable[tuple[str, Skeleton]]:
   """The named children of a node; a leaf has none."""
   if isinstance(skeleton, dict):
-    yield from skeleton.items()
-  elif isinstance(skeleton, list):
-    yield from ((str(index), child) for index, child in enumerate(skeleton))
+    return skeleton.items()
+  if isinstance(skeleton, list):
+    return [(str(index), child) for index, child in enumerate(skeleton)]
+  return ()
 
 
 def unflatten(skeleton: Skeleton, leaf: Callable[[int], Any]) -> Any:
