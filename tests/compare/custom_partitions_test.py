@@ -84,3 +84,4 @@ def test_attention_of_cudnn_is_estimated_and_compiled_alike():
   assert estimated.counts.flops == compiled.counts.flops
   assert estimated.counts.by_kind() == compiled.counts.by_kind()
   assert estimated.counts.opaque == () and estimated.doubts == ()
+  assert estimated.source == 'partitioned' and estimated.memory.peak == compiled.memory.peak
