@@ -38,7 +38,7 @@ import subprocess
 import sys
 import time
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -299,6 +299,15 @@ class NothingSent(process_transfer.ProcessTransfer):
     return list(map(jnp.copy, zeros))  # programs may overwrite them
 
 
+def _kept(lowered: Any) -> dict[int, int]:
+  """The bytes that each stage keeps from a microbatch's forward until its backward."""
+  producer, kept = lowered.programs.producers(), defaultdict(set)
+  for (kind, stage), task in lowered.programs.tasks.items():
+    if kind != 'fwd':
+      kept[stage].update(one for one in task.inputs if one in producer and producer[one][0] == 'fwd')
+  return {stage: sum(one.bytes for one in values) for stage, values in sorted(kept.items())}
+
+
 def minimum_cut_figures() -> list[Figure]:
   """Bytes and step time with the minimum cut, over those with all residuals of JAX."""
   size = SIZES['small']._replace(remat=False)
@@ -310,7 +319,7 @@ def minimum_cut_figures() -> list[Figure]:
   with mock.patch.object(residuals, 'choose', lambda *_: (set(), set())):
     all_kept = lowered()
   steps = {'cut': lowered(), 'all kept': all_kept}
-  residual_bytes = {arm: sum(one.programs.residuals().values()) for arm, one in steps.items()}
+  residual_bytes = {arm: sum(_kept(one).values()) for arm, one in steps.items()}
   runs = {arm: Run(one.compile(), jax.tree.map(jnp.array, state), batch) for arm, one in steps.items()}
   times = measure({arm: run.once for arm, run in runs.items()}, rounds=61, warm_up=3, clock=WALL)
   return [
@@ -434,7 +443,7 @@ def _form(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 def plan_figures() -> list[Figure]:
   """Figures of the plan, without a compiler."""
   size = SIZES['small']
-  residual_bytes = _lowered(size._replace(remat=False)).programs.residuals()
+  residual_bytes = _kept(_lowered(size._replace(remat=False)))
   clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   call_list = _lowered(size, clipped).call_list
   middle = max(bytes for stage, bytes in residual_bytes.items() if 0 < stage < size.stages - 1)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 
 from flax_spmd.pipeline import Mean, accumulate, stage_end
@@ -87,6 +88,31 @@ def test_a_step_over_the_state(schedule):
   for arrays in (kernels, means):
     assert len(set().union(*(one.devices() for one in arrays))) == 2 * STAGES
     assert [len(one.devices()) for one in arrays] == [2] * STAGES
+
+
+@pytest.mark.parametrize(
+  ('abstract', 'names'),
+  [(LAYOUT.abstract, ('embed', 'mlp')), (LAYOUT.abstract, ()), (jax.eval_shape, ())],
+)
+def test_creation_of_variables(abstract, names):
+  """Names in variables are logical in `init`, too; the pipeline takes the state without a second compilation."""
+
+  def create():
+    kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+    return nnx.split(nnx.Linear(WIDTH, WIDTH, kernel_init=kernel, rngs=nnx.Rngs(0)))[1]
+
+  def step(state, x):
+    for _ in range(STAGES):
+      x = stage_end(x @ state['kernel'][...])
+    return x
+
+  pipelined = LAYOUT.pipeline_jit(step)
+  compiled = pipelined.compile(abstract(create), X[0])
+  created = compiled.init(create)
+  pipelined(created, X[0])
+  with LAYOUT:
+    assert_same(compiled.init(create), created)
+  assert len(pipelined._compiled) == 1
 
 
 def test_the_graph_as_an_argument():

@@ -40,7 +40,7 @@ class Loop:
   """The microbatch loop.
 
   Attributes:
-    body: one pass of the loop; its invariants are values of the step.
+    body: one pass of the loop; its other inputs are values of the step.
     count: number of microbatches.
     starts: initial values of `body.carried`.
     finals: final values of `body.updated`.
@@ -193,7 +193,7 @@ def _once(arguments, equations, results) -> StepParts:
   constants = [value for value in eq.free_values(equations) if isinstance(value, Constant)]
   inputs = {*arguments, *constants}
   kept = [atom for atom in dict.fromkeys(results) if isinstance(atom, Value) and atom not in inputs]
-  body = Body(equations, [*arguments, *constants], None, {}, [], [], kept)
+  body = Body(equations, None, {}, [], [], kept)
   loop = Loop(body, 1, [], [], kept, None, once=True)
   return StepParts(arguments, [], loop, [], results)
 
@@ -231,9 +231,7 @@ def _looped(arguments, equations, results, scan: Equation) -> StepParts:
   rows, index = dict(zip(slices, batch, strict=True)), Value(jax.typeof(np.uint32(0)))
   inside = [*_rows_taken(rows, index), *inside]
   kept, any_order = outputs[carried:], any(one.primitive is microbatch_p for one in inside)
-  body = Body(inside, [], index, rows, before, outputs[:carried], kept, idle, any_order)
-  own = {*before, index}.union(*(one.outputs for one in inside))
-  body.invariants = [value for value in eq.free_values(inside) if value not in own]
+  body = Body(inside, index, rows, before, outputs[:carried], kept, idle, any_order)
   at = equations.index(scan)
   loop = Loop(
     body,

@@ -91,7 +91,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
   equations = [*step.before, *before, *after, *(one.renamed(known) for one in step.after)]
   results = eq.resolved(known, step.results)
-  live = eq.needed(equations, [*results, *body.invariants, *start.values()])
+  live = eq.needed(equations, [*results, *body.inputs, *start.values()])
   bound, free = _assigned(live, rank_of)
   return JoinedStep(equations, bound, free, rank_of, indices, start, kept, stacks, results)
 

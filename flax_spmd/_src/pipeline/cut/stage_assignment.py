@@ -28,7 +28,6 @@ class Body:
 
   Attributes:
     equations: its operations.
-    invariants: inputs that are the same for all microbatches.
     index: the number of the microbatch; None without a loop.
     rows: for each input of one microbatch, the array of the batch that it is a row of.
     carried: inputs carried over from the pass before.
@@ -39,7 +38,6 @@ class Body:
   """
 
   equations: list[Equation]
-  invariants: list[Value]
   index: Value | None
   rows: Mapping[Value, Atom]
   carried: list[Value]
@@ -50,8 +48,8 @@ class Body:
 
   @property
   def inputs(self) -> set[Value]:
-    """All inputs."""
-    return {*self.invariants, *self.carried, *(() if self.index is None else (self.index,))}
+    """The inputs that no pass changes: those that are the same for all microbatches, and `index`."""
+    return {*eq.free_values(self.equations)}.difference(self.carried)
 
   @property
   def results(self) -> list[Value]:

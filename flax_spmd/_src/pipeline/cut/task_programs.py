@@ -99,15 +99,6 @@ class TaskPrograms(NamedTuple):
     value = f'{one.before.aval.str_short()} at {setting.source_line}'
     return f'{value}: set by {_task_text(one.task)}, read by {reads}'
 
-  def residuals(self) -> dict[int, int]:
-    """The bytes that each stage keeps from a microbatch's forward until its backward."""
-    producer, kept = self.producers(), defaultdict(set)
-    for kind, stage in self.tasks:
-      if kind != 'fwd':
-        inputs = self.tasks[kind, stage].inputs
-        kept[stage].update(one for one in inputs if one in producer and producer[one][0] == 'fwd')
-    return {stage: sum(one.bytes for one in values) for stage, values in sorted(kept.items())}
-
 
 def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
   """Splits a body into the programs of its tasks.
@@ -168,12 +159,7 @@ def _copy_moved(cut: StageAssignment) -> None:
     is_final = old not in read and new not in moved  # an invariant that no pass reads
     updated.append(new if new is old or new in producer or is_final else copied(new, index))
   kept = [copied(value, number[value]) if value in number else value for value in body.kept]
-  invariants = list(dict.fromkeys([*body.invariants, *eq.free_values(added)]))
-  invariants = [value for value in invariants if value not in number and value not in body.rows]
-  equations = [*body.equations, *added]
-  cut.body = dataclasses.replace(
-    body, equations=equations, invariants=invariants, updated=updated, kept=kept
-  )
+  cut.body = dataclasses.replace(body, equations=[*body.equations, *added], updated=updated, kept=kept)
 
 
 # -- sums that several stages add to
@@ -268,7 +254,7 @@ def _choose_residuals(
 ) -> dict[int, set[Equation]]:
   """Moves equations that only a backward needs into it; returns the equations that backwards repeat."""
   positions, repeated = cut.positions, {}
-  available = cut.body.inputs.difference(cut.body.carried)  # a backward would read those of a later pass
+  available = cut.body.inputs  # not those carried over: a backward would read those of a later pass
   results = {*cut.body.results, *cut.border}
   for stage in range(positions.stages):
     back = 2 * positions.stages - 1 - stage

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 
-from flax_spmd._src.active_layout import InForce, scope
-from flax_spmd._src.compat import mesh_scope
+from flax_spmd._src import compat
+from flax_spmd._src.active_layout import InForce
 from flax_spmd._src.jit.arguments import closed_over, is_array
+from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.multihost import joint, ranges
+from flax_spmd._src.names.nnx_variables import is_module
 from flax_spmd._src.pipeline.argument_checks import differences, named_arguments, named_leaves
 from flax_spmd._src.pipeline.run.agreement import check_same_state
 from flax_spmd._src.pipeline.run.request import Setting
@@ -45,7 +47,8 @@ def init_on_stages(
   """
   fn, arrays = closed_over(create, args, kwargs)
   with joint('pipeline state', f'The state of {setting.name}', setting.processes, PipelineError):
-    groups, treedef = _groups(fn, arrays, shardings, setting)
+    with compat.without_mesh():  # a block around the call may have set one of another size
+      groups, treedef = _groups(fn, arrays, shardings, setting)
     if len(setting.processes) > 1:
       named = named_arguments((tuple(args), dict(kwargs)))
       texts = [(f'arrays {ranges(numbers)}', lowered) for numbers, lowered in groups]
@@ -63,14 +66,16 @@ def _groups(
   """The numbers of the leaves of each group, with its lowered program; and the tree structure of the state."""
 
   def within(mesh: Any, arrays: list[Any]) -> Any:
-    with scope(InForce(mesh, setting.rules)), mesh_scope(mesh):
+    with trace_scope(InForce(mesh, setting.rules), 'the mesh of a stage'):
       return fn(arrays)
 
   leaf_shardings, expected = jax.tree.flatten(shardings)
   any_mesh = leaf_shardings[0].mesh.abstract_mesh
   made = jax.eval_shape(functools.partial(within, any_mesh), arrays)
   treedef = jax.tree.structure(made)
-  if treedef != expected:
+  if _without_metadata(made) == _without_metadata(shardings):
+    treedef = expected
+  else:
     _check_paths(shardings, made)
   groups: dict[Any, list[int]] = defaultdict(list)
   for number, sharding in enumerate(leaf_shardings):
@@ -85,6 +90,12 @@ def _groups(
     jitted = jax.jit(create_group, out_shardings=[leaf_shardings[number] for number in numbers])
     programs.append((numbers, jitted.lower(arrays)))
   return programs, treedef
+
+
+def _without_metadata(tree: Any) -> Any:
+  """The structure of a tree, in which a variable of NNX is its type: its metadata has settings of the trace that made it."""
+  variables, treedef = jax.tree.flatten(tree, is_leaf=is_module)
+  return treedef, [type(one) if is_module(one) else None for one in variables]
 
 
 def _check_paths(shardings: Any, made: Any) -> None:
