@@ -133,7 +133,7 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 def _cpu_seconds() -> float:
   """CPU time of this process, and of that which partitions."""
-  process = partitioner().process
+  process = partitioner('cuda').process
   if process is None:
     return time.process_time()
   user, system = Path(f'/proc/{process.pid}/stat').read_text().rpartition(')')[2].split()[11:13]

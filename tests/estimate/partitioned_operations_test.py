@@ -81,7 +81,7 @@ class Partitions:
 @pytest.fixture(autouse=True, scope='module')
 def partitions():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(partitioned_operations, 'partitioner', Partitions)
+    patch.setattr(partitioned_operations, 'partitioner', lambda platform: Partitions())
     patch.setattr(estimator, 'can_partition', lambda platform: True)
     yield
 
@@ -262,7 +262,7 @@ ENTRY %main (x: (s32[], f32[8])) -> (s32[], f32[8]) {
 @pytest.fixture
 def alone(gpu_compiler):
   """A partitioner with a process of its own, which needs the compiler for GPUs."""
-  partitioner = Partitioner()
+  partitioner = Partitioner('cuda')
   yield partitioner
   partitioner.close()
 
@@ -304,7 +304,7 @@ def test_a_process_ends_when_its_partitioner_is_closed(alone):
 
 def test_a_process_that_does_not_start_is_started_once(monkeypatch):
   monkeypatch.setattr(sys, 'executable', shutil.which('false'))
-  partitioner = Partitioner()
+  partitioner = Partitioner('cuda')
   assert partitioner.partition(b'', (4,)) is None and partitioner.process is None
   monkeypatch.setattr(partitioner_module, 'subprocess', None)  # another start would be an error
   assert partitioner.partition(b'', (4,)) is None

@@ -21,6 +21,7 @@ from flax_spmd._src.compare.compilation import (
   check_compiler,
   compile_jobs,
   default_jobs,
+  peak_of,
 )
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
@@ -196,12 +197,8 @@ def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target
     )
   moves = activation_moves(lowered.unconstrained, lowered.rows, result.counts)
   lowered = lowered._replace(findings=[*moves, *lowered.findings])
-  memory = result.memory
-  arguments = memory['arguments']
-  peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']
-  if target.chip.platform == 'tpu' and memory['peak']:
-    peak = memory['peak']  # on TPU, arguments and temporaries do not add up to it
-  temporaries = max(0, peak - arguments)
+  peak = peak_of(result.memory, target)
+  temporaries = max(0, peak - result.memory['arguments'])
   peak += lowered.unused_bytes
   return Outcome(
     name,

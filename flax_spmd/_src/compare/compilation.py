@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -297,6 +297,13 @@ def _read(key: str) -> dict[str, Any] | None:
     return content
   except (OSError, ValueError, KeyError, TypeError, AttributeError):
     return None
+
+
+def peak_of(memory: Mapping[str, int], target: Target) -> int:
+  """The peak memory of a compiled program in bytes, from the compiler's memory analysis."""
+  if target.chip.platform == 'tpu' and memory['peak']:
+    return memory['peak']  # on TPU, arguments and temporaries do not add up to it
+  return memory['arguments'] + memory['results'] - memory['shared'] + memory['temporaries']
 
 
 def _cache(key: str, report: dict[str, Any]) -> None:

@@ -60,17 +60,21 @@ def _write_result(folder: Path) -> None:
   request = json.loads((folder / 'request.json').read_text())
   target = parse_target(request['target'], request['hardware'])
   try:
-    result = _compile(folder, target, request['mesh'])
+    result = compile_program(folder, target, tuple(request['mesh'].values()))
   except Exception as error:  # a compiler's error is a result too
     result = {'error': _reason(error), **memory_needed(str(error))}
   result['rss'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   (folder / 'result.json').write_text(json.dumps(result))
 
 
-def _compile(folder: Path, target: Target, mesh: dict[str, int]) -> dict[str, Any]:
+def compile_program(folder: Path, target: Target, shape: tuple[int, ...]) -> dict[str, Any]:
+  """Compiles `program.mlir` of a folder for a mesh of some shape, and writes `hlo.txt`; returns the rest of the result.
+
+  The compiler may still run when this returns, and only ends with the process.
+  """
   from flax_spmd._src.compat import hlo_text
 
-  devices = devices_of(target, tuple(mesh.values()))
+  devices = devices_of(target, shape)
   begin, cpu = time.perf_counter(), time.process_time()
   code = (folder / 'program.mlir').read_bytes()
   flags = without_passes() if target.chip.platform == 'cuda' else {}

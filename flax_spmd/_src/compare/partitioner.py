@@ -1,7 +1,7 @@
-"""Partitioner: XLA's partitioner for GPUs, in a process of its own, without a GPU.
+"""Partitioner: XLA's partitioners for GPUs and TPUs, each in a process of its own, without a device.
 
-    text = partitioner().partition(code, (4, 2))            # a single operation, in milliseconds
-    program = partitioner().with_memory(code, (4, 2), target)   # a whole step, with its memory, in a second or two
+    text = partitioner('cuda').partition(code, (4, 2))                   # a single operation, in milliseconds
+    program = partitioner('cuda').with_memory(code, (4, 2), target)      # a whole step, with its memory, in a second or two
 
 The process starts with the first program, and ends with this one.
 """
@@ -57,9 +57,13 @@ class Partitioner:
   """A process that partitions one program at a time, for all threads.
 
   A program that ends the process has no partition; the next one has a new process.
+
+  Args:
+    platform: platform of the programs, 'cuda' or 'tpu'.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, platform: str) -> None:
+    self.platform = platform
     self._lock = threading.Lock()
     self._running: _PartitionProcess | None = None
     self._is_able = True
@@ -115,7 +119,7 @@ class Partitioner:
 
   def _started(self) -> _PartitionProcess | None:
     """A new process; None, from then on, if it cannot partition anything."""
-    process = _PartitionProcess()
+    process = _PartitionProcess(self.platform)
     try:
       self._is_able = process.received()
     except (EOFError, OSError, TimeoutError):
@@ -134,11 +138,14 @@ class _PartitionProcess:
     process: the worker process.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, platform: str) -> None:
     self.owner = os.getpid()
     self._connection, theirs = multiprocessing.Pipe()
     self.process = subprocess.Popen(
-      [sys.executable, '-m', 'flax_spmd._src.compare.partition_worker', str(theirs.fileno())],
+      [
+        *(sys.executable, '-m', 'flax_spmd._src.compare.partition_worker'),
+        *(str(theirs.fileno()), platform),
+      ],
       env=os.environ | compiler_environment(parse_target(f'{GPU}:1')),
       stdin=subprocess.DEVNULL,
       stdout=subprocess.DEVNULL,
@@ -176,11 +183,11 @@ def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -
 
 
 def can_partition(platform: str) -> bool:
-  """Whether there is a partitioner for a platform: that for GPUs, if their compiler is installed."""
-  return platform == 'cuda' and has_wheel(platform)
+  """Whether there is a partitioner for a platform: those for GPUs and TPUs, if their compilers are installed."""
+  return platform in ('cuda', 'tpu') and has_wheel(platform)
 
 
 @functools.cache
-def partitioner() -> Partitioner:
-  """The partitioner of this process."""
-  return Partitioner()
+def partitioner(platform: str) -> Partitioner:
+  """The partitioner of this process for a platform."""
+  return Partitioner(platform)

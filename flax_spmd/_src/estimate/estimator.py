@@ -140,16 +140,17 @@ class Estimator:
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout; the step is not compiled.
 
-    For GPUs, if the extra `cuda` is installed, XLA's own compiler partitions the step, fuses and schedules its operations,
-    and assigns its buffers, in a process of its own that starts with the first one. FLOPs and collectives are then
-    exact, and memory is that of the compiled step, within a few percent where it has a softmax: to fuse that into one
-    kernel takes most of a compilation, so it is done only where a softmax can decide the memory.
+    If the target's compiler is installed (the extra `cuda` or `tpu`) and the step is lowered for its platform, that
+    compiler partitions the step, fuses and schedules its operations, and assigns its buffers, in a process of its own that
+    starts with the first one. FLOPs and collectives are then exact, and memory is that of the compiled step; for GPUs within a
+    few percent if it has a softmax: to fuse that into one kernel takes most of a compilation, so it is done only where a
+    softmax can decide the memory.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
       target: hardware to estimate for, as text such as `'h100:8'` or parsed.
-      partition: whether to partition the whole step, which takes a second or two. Without it, XLA partitions the single
-        operations for which it has several ways; FLOPs, collectives and memory are estimated, in a tenth of the time.
+      partition: whether to partition the whole step, which takes a few seconds. Without it, FLOPs, collectives and memory
+        are estimated, in a tenth of the time; for GPUs, XLA then partitions the single operations for which it has several ways.
 
     Returns:
       The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.
@@ -176,16 +177,22 @@ class Estimator:
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
     lowered = lambda: lower(self._given, layout, target).code
-    costs, is_partitioned = program.costs(layout, shardings, target, lowered if partition else None)
+    costs = program.costs(layout, shardings, target, lowered if partition else None)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
     ]
+    is_partitioned = isinstance(costs, PartitionedStep)
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
     is_kept = not (is_partitioned or self._train_step.donate)
-    memory = self._memory(argument_bytes, on_host, costs.temporaries, is_kept)
+    if isinstance(costs, PartitionedStep):
+      temporaries: float = costs.memory - sum(argument_bytes[index] for index in program.used)
+    else:
+      temporaries = costs.temporaries
+    memory = self._memory(argument_bytes, on_host, temporaries, is_kept)
     source = PARTITIONED if is_partitioned else ESTIMATED
-    doubts = (TPU_DOUBT, *costs.doubts) if target.chip.platform == 'tpu' else costs.doubts
+    is_guess = target.chip.platform == 'tpu' and not is_partitioned
+    doubts = (TPU_DOUBT, *costs.doubts) if is_guess else costs.doubts
     return Outcome(
       '',
       layout,
@@ -238,7 +245,8 @@ class _AnalyzedStep:
   """
 
   def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
-    self.used, self.is_automatic, self._code = lowering.used, is_automatic, lowering.code
+    self.used, self.is_automatic, self._platform = lowering.used, is_automatic, platform
+    self._code = lowering.code
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
     self._equal = EqualOperations(self.module.graph)
@@ -264,15 +272,14 @@ class _AnalyzedStep:
     shardings: Sequence[NamedSharding],
     target: Target,
     lowered: Callable[[], bytes] | None,
-  ) -> tuple[WalkResult | PartitionedStep, bool]:
-    """The costs under a layout, and whether the whole step was partitioned for them.
+  ) -> WalkResult | PartitionedStep:
+    """The costs under a layout; those of the partitioned step if that is asked for and can be.
 
     Args:
       layout: the layout.
       shardings: those of all leaves of the state and the batch.
       target: hardware to estimate for.
-      lowered: function that lowers the step under the layout, to partition it whole if there is a partitioner; None
-        to only estimate it.
+      lowered: function that lowers the step under the layout, to partition it whole; None to only estimate it.
     """
     graph, sizes, platform = self.module.graph, axis_sizes(layout.mesh), target.chip.platform
     arguments = [
@@ -281,18 +288,18 @@ class _AnalyzedStep:
     ]
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
-    is_able = can_partition(platform)
-    partitioned = None
-    if is_able and lowered:
+    is_able, partitioned = can_partition(platform), None
+    if is_able and lowered and platform == self._platform:
       is_whole = PLACEHOLDER.encode() not in self._code
       code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
       partitioned = partitioned_step(code, sizes, target)
     if partitioned and not partitioned.counts.opaque:
-      return partitioned, True
+      return partitioned
     specs = self.module.propagate(sizes, arguments, results, resolve)
     analyzed, operations = self._analyze(specs)
-    costs = analyzed.walk(specs, results, sizes, platform, operations if is_able else None)
-    return (partitioned.with_kernels(costs), True) if partitioned else (costs, False)
+    partitions = operations if is_able and platform == 'cuda' else None
+    costs = analyzed.walk(specs, results, sizes, platform, partitions)
+    return partitioned.with_kernels(costs) if partitioned else costs
 
 
 def _memory_doubts(peak: int, limit: int, error: float) -> Iterator[str]:

@@ -97,7 +97,7 @@ class PartitionedOperations:
 
 def _costs(code: bytes, sizes: Mapping[str, int], opcodes: Collection[str]) -> OperationCosts | None:
   """The work of a program as partitioned; None if that fails, or has groups that are no part of the mesh."""
-  text = partitioner().partition(code, tuple(sizes.values()))
+  text = partitioner('cuda').partition(code, tuple(sizes.values()))
   if text is None:
     return None
   try:

@@ -1,6 +1,6 @@
 """Partitioned steps: the work and memory of a whole step, as XLA partitions, fuses and schedules it.
 
-That takes several times as long as an estimate, and a fraction of a compilation. To fuse a softmax into one kernel of
+That takes several times as long as an estimate, and for GPUs a fraction of a compilation. To fuse a softmax into one kernel of
 Triton's takes most of a compilation, so it is done only where a softmax can decide the memory.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from flax_spmd._src.compare.compilation import peak_of
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.partitioner import PartitionedProgram, partitioner
 from flax_spmd._src.estimate.cost_walk import WalkResult
@@ -23,14 +24,12 @@ class PartitionedStep(NamedTuple):
 
   Attributes:
     counts: FLOPs, memory traffic and collectives.
-    temporaries: bytes of memory besides the arguments.
-    memory: bytes of memory with the arguments.
+    memory: peak memory in bytes, with the arguments.
     doubts: kernels with unknown costs, one line each.
   """
 
   counts: Counts
-  temporaries: float
-  memory: float
+  memory: int
   doubts: tuple[str, ...] = ()
 
   def with_kernels(self, estimated: WalkResult) -> PartitionedStep:
@@ -40,29 +39,27 @@ class PartitionedStep(NamedTuple):
 
 
 def partitioned_step(code: bytes, sizes: Mapping[str, int], target: Target) -> PartitionedStep | None:
-  """A step as XLA for GPUs partitions it; None if it cannot.
+  """A step as the target's XLA partitions it; None if it cannot.
 
   Args:
     code: the step as MLIR bytecode, with shardings.
     sizes: size per mesh axis, in order.
     target: hardware to partition for.
   """
-  shape = tuple(sizes.values())
-  found = _assigned(partitioner().with_memory(code, shape, target), sizes)
-  if found and _largest_softmax(found[0]) > _SMALL * found[1].memory:
-    found = _assigned(partitioner().with_memory(code, shape, target, fuse_softmax=True), sizes) or found
+  shape, its = tuple(sizes.values()), partitioner(target.chip.platform)
+  found = _assigned(its.with_memory(code, shape, target), sizes, target)
+  if target.chip.platform == 'cuda' and found and _largest_softmax(found[0]) > _SMALL * found[1].memory:
+    found = _assigned(its.with_memory(code, shape, target, fuse_softmax=True), sizes, target) or found
   return found and found[1]
 
 
 def _assigned(
-  program: PartitionedProgram | None, sizes: Mapping[str, int]
+  program: PartitionedProgram | None, sizes: Mapping[str, int], target: Target
 ) -> tuple[HloModule, PartitionedStep] | None:
   if program is None or program.memory is None:
     return None
-  module, memory = parse(program.text), program.memory
-  temporaries = max(0, memory['results'] - memory['shared'] + memory['temporaries'])
-  step = PartitionedStep(count_module(module, sizes), temporaries, memory['arguments'] + temporaries)
-  return module, step
+  module = parse(program.text)
+  return module, PartitionedStep(count_module(module, sizes), peak_of(program.memory, target))
 
 
 def _largest_softmax(module: HloModule) -> float:
