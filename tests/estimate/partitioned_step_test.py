@@ -13,6 +13,7 @@ from flax_spmd._src.compare.compile_worker import without_passes
 from flax_spmd._src.estimate import estimator as estimator_module
 from flax_spmd._src.estimate.estimator import Estimator
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
+from flax_spmd._src.hlo.counts import Counts
 from flax_spmd.explore import TrainStep, compare, parse_target
 
 SIZES = {'batch': 16, 'length': 64, 'embed': 128, 'heads': 4, 'head': 32, 'mlp': 512, 'vocab': 1024}
@@ -166,17 +167,22 @@ def test_a_step_that_cannot_be_partitioned_is_estimated():
   assert partitioned_step(b'no program', {'a': 8}, parse_target('h100:8')) is None
 
 
-def test_the_flops_of_kernels_count_in_a_partitioned_step(monkeypatch):
-  """The partitioned program has them as custom calls, whose work its text does not have."""
-  estimator = Estimator(transformer())
-  quick = estimator.estimate(DATA, 'h100:8', partition=False)
-  counts = quick.counts._replace(flops=1.0, opaque=(('kernel', 1),))
+def test_kernels_with_unknown_costs_remain_in_doubt(monkeypatch):
+  """Calls of the compiler's own are opaque, too; only those of the program are a doubt."""
+
+  def step(state, x):
+    call = jax.ffi.ffi_call('strange', jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return state, jnp.sum(call(x) * state['w'])
+
   monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
-  found = PartitionedStep(counts, memory=quick.memory.peak - quick.memory.temporaries + 10)
+  found = PartitionedStep(Counts(1.0, 2.0, (), (('strange', 1), ('TopK', 1)), ()), memory=2**20)
   monkeypatch.setattr(estimator_module, 'partitioned_step', lambda code, sizes, target: found)
-  outcome = estimator.estimate(DATA, 'h100:8')
-  assert outcome.counts == counts._replace(flops=quick.counts.flops)
-  assert outcome.source == 'partitioned' and outcome.memory.temporaries == 10
+  batch = jax.ShapeDtypeStruct((64,), jnp.float32)
+  outcome = Estimator(TrainStep(step, lambda: {'w': jnp.ones(())}, batch)).estimate(DATA, 'h100:8')
+  assert outcome.source == 'partitioned' and outcome.counts == found.counts
+  assert outcome.memory.peak == 2**20
+  [doubt] = outcome.doubts
+  assert doubt.endswith(': the costs of the kernel strange are unknown')
 
 
 def test_passes_that_the_user_excludes_are_excluded(monkeypatch):

@@ -299,7 +299,7 @@ class _AnalyzedStep:
     analyzed, operations = self._analyze(specs)
     partitions = operations if is_able and platform == 'cuda' else None
     costs = analyzed.walk(specs, results, sizes, platform, partitions)
-    return partitioned.with_kernels(costs) if partitioned else costs
+    return partitioned._replace(doubts=costs.unknown) if partitioned else costs
 
 
 def _memory_doubts(peak: int, limit: int, error: float) -> Iterator[str]:

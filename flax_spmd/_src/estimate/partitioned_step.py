@@ -12,7 +12,6 @@ from typing import NamedTuple
 from flax_spmd._src.compare.compilation import peak_of
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.partitioner import PartitionedProgram, partitioner
-from flax_spmd._src.estimate.cost_walk import WalkResult
 from flax_spmd._src.hlo.counts import Counts, count_module
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
 
@@ -31,11 +30,6 @@ class PartitionedStep(NamedTuple):
   counts: Counts
   memory: int
   doubts: tuple[str, ...] = ()
-
-  def with_kernels(self, estimated: WalkResult) -> PartitionedStep:
-    """The step with the FLOPs of kernels that only an estimate has, and its doubts about the others."""
-    flops = max(self.counts.flops, estimated.counts.flops)
-    return self._replace(counts=self.counts._replace(flops=flops), doubts=estimated.unknown)
 
 
 def partitioned_step(code: bytes, sizes: Mapping[str, int], target: Target) -> PartitionedStep | None:
