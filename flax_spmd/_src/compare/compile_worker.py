@@ -33,7 +33,7 @@ _POLL = 0.02  # seconds
 _TOTAL = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _TEMPORARIES = re.compile(r'required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds')
 # XLA's pass that chooses among kernels, for which there is no device. It fails for some products, and takes long for others.
-_AUTOTUNING = 'config-assigner'
+_AUTOTUNING = ('config-assigner', 'autotuner')  # the second is its name in JAX 0.10
 _DISABLED = re.compile(r'--xla_disable_hlo_passes=(\S+)')
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
@@ -116,7 +116,7 @@ def _assigned(folder: Path, target: Target, code: bytes, devices: Any, flags: di
 def without_passes(*names: str) -> dict[str, Any]:
   """Flags of XLA for GPUs, by which it neither autotunes nor runs passes of some names, nor those that the user excludes."""
   of_user = _DISABLED.findall(os.environ.get('XLA_FLAGS', ''))[-1:]
-  return {'xla_disable_hlo_passes': ','.join([*of_user, _AUTOTUNING, *names])}
+  return {'xla_disable_hlo_passes': ','.join([*of_user, *_AUTOTUNING, *names])}
 
 
 def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
