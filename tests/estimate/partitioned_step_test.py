@@ -187,6 +187,8 @@ def test_kernels_with_unknown_costs_remain_in_doubt(monkeypatch):
 
 def test_passes_that_the_user_excludes_are_excluded(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '--xla_disable_hlo_passes=cse,dce --xla_gpu_autotune_level=0')
-  assert without_passes('fusion') == {'xla_disable_hlo_passes': 'cse,dce,config-assigner,autotuner,fusion'}
+  assert without_passes('fusion') == {
+    'xla_disable_hlo_passes': 'cse,dce,config-assigner,autotuner,fusion'
+  }
   monkeypatch.setenv('XLA_FLAGS', '')
   assert without_passes() == {'xla_disable_hlo_passes': 'config-assigner,autotuner'}
