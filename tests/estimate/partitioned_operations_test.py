@@ -284,6 +284,26 @@ def test_a_process_that_has_ended_is_replaced_however_often(alone):
   assert 'all-gather' in alone.partition(code, (4,))
 
 
+def test_an_interrupted_request_leaves_no_reply_for_the_next(alone, monkeypatch):
+  gathering, moving = (
+    prepared(jnp.negative, [((8,), F32)]).resharding(
+      GraphValue((8, 8), 'f32'), (('a',), ()), after, {'a': 4}
+    )
+    for after in (((), ()), ((), ('a',)))
+  )
+  assert 'all-gather' in alone.partition(gathering, (4,))
+
+  def interrupted(self, timeout=0):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(partitioner_module._PartitionProcess, 'received', interrupted)
+    alone.partition(gathering, (4,))
+  assert alone.process is None
+  text = alone.partition(moving, (4,))
+  assert 'all-to-all' in text and 'all-gather' not in text
+
+
 def test_threads_share_a_process(alone):
   alone.partition(b'', (4,))
   process = alone.process

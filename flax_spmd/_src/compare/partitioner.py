@@ -112,10 +112,16 @@ class Partitioner:
         return None
       try:
         return running.reply(request, timeout)
-      except (EOFError, OSError, TimeoutError):  # the program has ended it, or does not end
+      except (
+        BaseException
+      ) as error:  # a reply that comes later would be taken for that to another request
         running.end()
         self._running = None
-        return None
+        if isinstance(
+          error, (EOFError, OSError, TimeoutError)
+        ):  # the program ends the process, or does not end
+          return None
+        raise
 
   def _started(self) -> _PartitionProcess | None:
     """A new process; None, from then on, if it cannot partition anything."""
