@@ -81,6 +81,15 @@ def tests(session):
 
 
 @nox.session(python=['3.11', '3.12'])
+def compilers(session):
+  """The tests that need the compilers for GPUs and TPUs, which are wheels of several 100 MB; no device is needed."""
+  install(session, 'test')
+  session.install('-e', '.[cuda,tpu]')
+  print_versions(session)
+  run_tests(session, '-m', 'compiler and not exhaustive', *session.posargs)
+
+
+@nox.session(python=['3.11', '3.12'])
 def exhaustive(session):
   """Tests too many for CI: all pipelines, more examples, and those that CI runs on the other JAX."""
   install(session, 'test', 'loaders')

@@ -24,7 +24,12 @@ from hypothesis import HealthCheck, settings
 import flax_spmd as spmd
 from flax_spmd._src.compare import compilation
 from tests.processes import run_module
-from tests.versions import is_for_another_jax, needs_gpu_compiler
+from tests.versions import (
+  is_for_another_jax,
+  needs_compiler,
+  needs_gpu_compiler,
+  needs_tpu_compiler,
+)
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 for profile, examples in (('default', 100), ('exhaustive', 400)):
@@ -40,10 +45,12 @@ settings.load_profile('default')  # `nox -s exhaustive` asks for the other
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """Leaves tests that another JAX version runs to `nox -s exhaustive`."""
+  """Leaves tests that another JAX version runs to `nox -s exhaustive`; marks those for `nox -s compilers`."""
   for test in items:
     if is_for_another_jax(test):
       test.add_marker(pytest.mark.exhaustive)
+    if needs_compiler(test):
+      test.add_marker(pytest.mark.compiler)
 
 
 def pytest_sessionfinish():
@@ -73,6 +80,12 @@ def forked_compilers():
 def gpu_compiler():
   """Skips the test where XLA's compiler for GPUs is not installed."""
   needs_gpu_compiler()
+
+
+@pytest.fixture
+def tpu_compiler():
+  """Skips the test where the compiler for TPUs is not installed."""
+  needs_tpu_compiler()
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,11 @@ ON_NEW_JAX = (pytest.mark.new_jax,)
 ON_OLD_JAX = (pytest.mark.old_jax,)
 
 
+def needs_compiler(test: pytest.Item) -> bool:
+  """Whether a test needs a compiler for absent GPUs or TPUs."""
+  return not {'gpu_compiler', 'tpu_compiler'}.isdisjoint(getattr(test, 'fixturenames', ()))
+
+
 def is_for_another_jax(test: pytest.Item) -> bool:
   """Whether a test is among those that the other JAX runs."""
   marked = [
@@ -67,6 +72,7 @@ def is_for_another_jax(test: pytest.Item) -> bool:
     return zlib.crc32(test.nodeid.partition('[')[0].encode()) % 2 != _NEW
   is_slow = bool(test.get_closest_marker('slow'))
   dealt = is_slow or path.parts[0] in _DEALT_FOLDERS or path.as_posix() in _DEALT_FILES
+  dealt = dealt and not needs_compiler(test)  # that may be installed for one of them only
   return dealt and not marked and zlib.crc32(test.nodeid.encode()) % 2 != _NEW
 
 
@@ -74,3 +80,9 @@ def needs_gpu_compiler() -> None:
   """Skips the test where XLA's compiler for GPUs is not installed."""
   if not has_wheel('cuda'):
     pytest.skip('no compiler for GPUs')
+
+
+def needs_tpu_compiler() -> None:
+  """Skips the test where the compiler for TPUs is not installed."""
+  if not has_wheel('tpu'):
+    pytest.skip('no compiler for TPUs')

@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 import flax_spmd as spmd
-from flax_spmd._src.compare.compilation import has_wheel
 from flax_spmd._src.compare.compile_worker import without_passes
 from flax_spmd._src.estimate import estimator as estimator_module
 from flax_spmd._src.estimate.estimator import Estimator
@@ -81,7 +80,7 @@ def test_work_and_memory_are_those_of_compiled_programs(whole_steps):
     assert_alike(estimator.estimate(layouts[compiled.name], 'h100:8'), compiled)
 
 
-@pytest.mark.skipif(not has_wheel('tpu'), reason='needs the compiler for TPUs')
+@pytest.mark.usefixtures('tpu_compiler')
 def test_steps_for_tpus_are_compiled_by_their_own_compiler(whole_steps):
   train, layouts = transformer(), random_layouts(2, 4)
   estimator = Estimator(train, platform='tpu')
