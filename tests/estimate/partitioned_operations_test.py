@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import threading
+from multiprocessing.connection import Connection
 
 import jax
 import jax.numpy as jnp
@@ -293,11 +294,11 @@ def test_an_interrupted_request_leaves_no_reply_for_the_next(alone, monkeypatch)
   )
   assert 'all-gather' in alone.partition(gathering, (4,))
 
-  def interrupted(self, timeout=0):
+  def interrupted(self, timeout):
     raise KeyboardInterrupt
 
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(partitioner_module._PartitionProcess, 'received', interrupted)
+    patch.setattr(Connection, 'poll', interrupted)
     alone.partition(gathering, (4,))
   assert alone.process is None
   text = alone.partition(moving, (4,))
