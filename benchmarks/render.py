@@ -40,8 +40,8 @@ HEADLINES = (
   ('layouts_large', 'LLaMA 70B, integer labels, Adafactor, 4 layouts, h100:64: CPU, of all processes', 'CPU-seconds to compile a 70B model for 64 H100s under four layouts', 'smaller'),
   ('layouts_large', 'LLaMA 70B, 4 layouts, v5e:16x16: CPU, of all processes', 'the same for 256 TPUs v5e', 'smaller'),
   ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates, per second and core', 'larger'),
-  ('search_strangers', 'strangers: in doubt', 'random layouts of models written in other ways: estimates in doubt', 'smaller'),
-  ('search_strangers', 'strangers, not in doubt: memory, 95th percentile', 'the other estimates: peak memory off the compiled one, 95th percentile', 'smaller'),
+  ('search_strangers', 'strangers: in doubt', 'random layouts of models written in other ways, partitioned: in doubt', 'smaller'),
+  ('search_strangers', 'strangers, not in doubt: memory, 95th percentile', 'their peak memory off the compiled one, 95th percentile', 'smaller'),
 )  # fmt: skip
 
 
