@@ -1,20 +1,23 @@
-"""Estimator: the costs and memory of a step under any layout, without a compiler.
+"""Estimator: the costs and memory of a step under any layout, with or without the target's compiler.
 
     estimator = Estimator(TrainStep(step, create_state, batch))             # traced and lowered once
-    outcome = estimator.estimate(layout, parse_target('h100:64'))           # tenths of a second per layout
+    outcome = estimator.estimate(layout, 'h100:64')                         # seconds: the compiler assigns buffers
+    outcome = estimator.estimate(layout, 'h100:64', partition=False)        # a tenth of a second, and doubts
 
 The step is lowered on a mesh whose axes are its logical names (`name_mesh`). For a layout, mesh axes replace the
-names, and Shardy's own propagation assigns a sharding to every value (`mlir`). One walk over the program then
-counts FLOPs, memory traffic and collectives, and finds the peak memory (`cost_walk`):
+names. If the target's compiler is installed, it then partitions the whole step, and plans its memory (`partitioned_step`).
+
+Without it, or where that is left out, as for most layouts of a search, Shardy's own propagation assigns a sharding to
+every value (`mlir`), and one walk over the program counts FLOPs, memory traffic and collectives, and finds the peak
+memory (`cost_walk`):
 
 * each operation requires shardings of its operands (`requirements`, `operations`, `matmuls`, `gather_scatter`);
 * a value with another sharding is resharded (`resharding`), in the dtype that is cheapest to send (`wire_dtypes`);
 * independent collectives are combined into one (`collective_combiner`);
 * a value occupies memory from its definition to its last use, unless it is fused (`live_buffers`).
 
-Where XLA could choose otherwise, its own partitioner is asked about that operation, if it is installed
-(`partitioned_operations`). At the end it partitions the whole step, so that FLOPs and collectives are exact
-(`partitioned_step`); a search leaves that out but for its best layouts. Where doubts remain, the estimate carries them.
+Where XLA for GPUs could choose otherwise, it is asked about that operation, if it is installed (`partitioned_operations`).
+Where doubts remain, the estimate carries them.
 """
 
 from __future__ import annotations
