@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_spmd._src.compare.compile_worker import ASSIGNED, compile_program, devices_of, without_passes
-from flax_spmd._src.compare.hardware import compiler_environment, parse_target
+from flax_spmd._src.compare.hardware import Target, compiler_environment, parse_target
 from flax_spmd._src.compare.partitioner import GPU, PartitionedProgram, PartitionRequest
 from flax_spmd._src.hlo.buffer_assignment import read_dump
 
@@ -52,11 +52,12 @@ def _partitioned(request: PartitionRequest) -> PartitionedProgram | None:
   from flax_spmd._src.compat import partition_program
 
   try:
-    if request.target is not None and request.target.chip.platform == 'tpu':
-      return _of_fork(request)
-    if request.target is not None:
-      return _with_memory(request, devices_of(request.target, request.shape))
-    return PartitionedProgram(partition_program(request.code, _devices(request.shape)))
+    target = request.target
+    if target is None:
+      return PartitionedProgram(partition_program(request.code, _devices(request.shape)))
+    if target.chip.platform == 'tpu':
+      return _of_fork(request, target)
+    return _with_memory(request, devices_of(target, request.shape))
   except Exception:  # the partitioner refuses the program
     return None
 
@@ -82,11 +83,11 @@ def _with_memory(request: PartitionRequest, devices: Any) -> PartitionedProgram 
   return None
 
 
-def _of_fork(request: PartitionRequest) -> PartitionedProgram | None:
+def _of_fork(request: PartitionRequest, target: Target) -> PartitionedProgram | None:
   """The program as the compiler for TPUs compiles it, which only ends with its process; None if that refuses it."""
   receiving, sending = multiprocessing.Pipe(duplex=False)
   with tempfile.TemporaryDirectory() as folder:
-    arguments = Path(folder), request, sending
+    arguments = Path(folder), request, target, sending
     fork = multiprocessing.get_context('fork').Process(target=_send_compiled, args=arguments)
     fork.start()
     sending.close()
@@ -98,11 +99,10 @@ def _of_fork(request: PartitionRequest) -> PartitionedProgram | None:
       fork.join()
 
 
-def _send_compiled(folder: Path, request: PartitionRequest, sending: Connection) -> None:
-  assert request.target is not None
-  os.environ.update(compiler_environment(request.target))
+def _send_compiled(folder: Path, request: PartitionRequest, target: Target, sending: Connection) -> None:
+  os.environ.update(compiler_environment(target))
   (folder / 'program.mlir').write_bytes(request.code)
-  found = compile_program(folder, request.target, request.shape)
+  found = compile_program(folder, target, request.shape)
   sending.send(PartitionedProgram((folder / 'hlo.txt').read_text(), found['memory']))
 
 

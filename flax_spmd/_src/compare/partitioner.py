@@ -76,9 +76,7 @@ class Partitioner:
   def close(self) -> None:
     """Ends the process; the next program starts another one."""
     with self._lock:
-      if self._running is not None:
-        self._running.end()
-      self._running = None
+      self._end()
 
   def partition(self, code: bytes, shape: tuple[int, ...]) -> str | None:
     """The HLO text of one device's program, before layouts are assigned; None if it cannot be partitioned.
@@ -112,16 +110,17 @@ class Partitioner:
         return None
       try:
         return running.reply(request, timeout)
-      except (
-        BaseException
-      ) as error:  # a reply that comes later would be taken for that to another request
-        running.end()
-        self._running = None
-        if isinstance(
-          error, (EOFError, OSError, TimeoutError)
-        ):  # the program ends the process, or does not end
-          return None
+      except (EOFError, OSError, TimeoutError):  # the program has ended it, or does not end
+        self._end()
+        return None
+      except BaseException:  # an interruption: the next request would get this one's reply
+        self._end()
         raise
+
+  def _end(self) -> None:
+    if self._running is not None:
+      self._running.end()
+    self._running = None
 
   def _started(self) -> _PartitionProcess | None:
     """A new process; None, from then on, if it cannot partition anything."""

@@ -141,7 +141,7 @@ class Estimator:
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
-    """Estimates the costs and memory of the step under a layout; the step is not compiled.
+    """Estimates the costs and memory of the step under a layout.
 
     If the target's compiler is installed (the extra `cuda` or `tpu`) and the step is lowered for its platform, that
     compiler partitions the step, fuses and schedules its operations, and assigns its buffers, in a process of its own that
