@@ -14,7 +14,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.cycles import outermost_modules
 
-NO_REFERENCE = 'Fix: leave it out: no part of a tree may refer to what it is in.'
+NO_REFERENCE = 'Fix: leave it out: no part of a tree may refer to a part around it.'
 LAYOUT = spmd.Layout({'data': 8}, (('batch', 'data'),))
 
 

@@ -109,7 +109,7 @@ def _references_back(tree: Any, named: Callable[[KeyPath], KeyPath]) -> list[Pro
   return problems or [Problem(text, 'pass a flatter one.')]
 
 
-_NO_REFERENCE = 'leave it out: no part of a tree may refer to what it is in.'
+_NO_REFERENCE = 'leave it out: no part of a tree may refer to a part around it.'
 
 
 def _with_keys(node: Any) -> Iterable[tuple[Any, Any]]:

@@ -40,7 +40,7 @@ class EstimateCheck(NamedTuple):
   """The comparison of a search's estimates with compiled layouts.
 
   Attributes:
-    layouts: names of the compiled layouts; those whose estimate was in doubt only if all were.
+    layouts: names of the compiled layouts, and of those that were partitioned; those whose estimate was in doubt only if all were.
     wire: relative error of the estimated bytes on the wire, before corrections, per layout.
     memory: relative error of the estimated peak memory, before corrections, per layout.
     factors: factor per class of operation, and for `temporaries`, `flops` and `hbm`; classes that need none have 1.
