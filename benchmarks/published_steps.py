@@ -162,7 +162,9 @@ def fit(steps: Sequence[Step]) -> float:
 
   def error(bandwidth: float) -> float:
     shares = efficiencies(steps, bandwidth)
-    return sum(math.log(step.seconds / expected(step, shares[step.die], bandwidth)) ** 2 for step in steps)
+    return sum(
+      math.log(step.seconds / expected(step, shares[step.die], bandwidth)) ** 2 for step in steps
+    )
 
   return min(BANDWIDTHS, key=error)
 

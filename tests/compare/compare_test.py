@@ -243,6 +243,13 @@ def test_a_repeated_comparison_compiles_nothing(comparison, monkeypatch):
   assert [outcome.cost for outcome in again] == [comparison[name].cost for name in layouts()]
 
 
+@pytest.mark.parametrize('name', ['XLA_FLAGS', 'LIBTPU_INIT_ARGS'])
+def test_other_flags_of_compilers_are_compiled_with(comparison, monkeypatch, name):
+  monkeypatch.setattr(compilation, 'run_workers', lambda *arguments: [{'error': 'compiled again'}])
+  monkeypatch.setenv(name, f'{os.environ.get(name, "")} --xla_some_flag=true')
+  assert compare(setup(), {'data': layouts()['data']}, TARGET)['data'].error == 'compiled again'
+
+
 def test_a_damaged_cache_entry_is_compiled_again(comparison, cache, monkeypatch):
   runs = []
   run = compilation.run_workers

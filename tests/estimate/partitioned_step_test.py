@@ -185,6 +185,30 @@ def test_kernels_with_unknown_costs_remain_in_doubt(monkeypatch):
   assert doubt.endswith(': the costs of the kernel strange are unknown')
 
 
+def test_a_step_is_compiled_under_the_flags_that_the_user_has_now(
+  whole_steps, gpu_compiler, tmp_path, monkeypatch
+):
+  """Neither the process that partitions, nor results that are remembered or cached, have those of earlier calls."""
+
+  def step(state, x):
+    gradient = jax.grad(lambda state: jnp.sum(jnp.tanh(jnp.tanh(x @ state['w']) @ state['v'])))(state)
+    return jax.tree.map(jnp.subtract, state, gradient), ()
+
+  create = lambda: {'w': jnp.ones((64, 64)), 'v': jnp.ones((64, 64))}
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
+  estimator, sent, cached = Estimator(train_step), [], []
+  for flags in ('', '--xla_gpu_all_reduce_combine_threshold_bytes=1', ''):
+    monkeypatch.setenv('XLA_FLAGS', flags)
+    compiled = compare(train_step, {'data': DATA}, 'h100:8')['data']
+    for outcome in (estimator.estimate(DATA, 'h100:8'), compiled):
+      sent.append(sorted(one.bytes for one in outcome.counts.collectives))
+    cached.append(compiled.compiled.cached)
+  together, apart = [2.0 * 64 * 64 * 4], [64 * 64 * 4.0] * 2
+  assert sent == [together, together, apart, apart, together, together]
+  assert cached == [False, False, True]
+
+
 def test_passes_that_the_user_excludes_are_excluded(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '--xla_disable_hlo_passes=cse,dce --xla_gpu_autotune_level=0')
   assert without_passes('fusion') == {

@@ -68,6 +68,19 @@ def package(tmp_path):
   return Path(shutil.copytree(PACKAGE, tmp_path / 'flax_spmd', ignore=ignored))
 
 
+@pytest.mark.parametrize('name', ['XLA_FLAGS', 'LIBTPU_INIT_ARGS'])
+def test_estimates_under_other_flags_of_compilers_are_others(name, monkeypatch):
+  monkeypatch.setenv(name, '')
+  open_cache('program', TARGET).add(ESTIMATE)
+  monkeypatch.setenv(name, '--xla_force_host_platform_device_count=4')  # of no compiler
+  found = open_cache('program', TARGET).get('a', LAYOUT, 'estimated')
+  assert found == (ESTIMATE if name == 'XLA_FLAGS' else None)
+  monkeypatch.setenv(name, '--xla_some_flag=true')
+  assert open_cache('program', TARGET).get('a', LAYOUT, 'estimated') is None
+  monkeypatch.setenv(name, '')
+  assert open_cache('program', TARGET).get('a', LAYOUT, 'estimated') == ESTIMATE
+
+
 def test_estimates_of_other_source_are_discarded(cache_folder, monkeypatch):
   open_cache('program', TARGET).add(ESTIMATE)
   [file] = cache_folder.iterdir()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.compile_worker import BEGIN
-from flax_spmd._src.compare.hardware import Target, compiler_environment
+from flax_spmd._src.compare.hardware import Target, compiler_environment, user_flags
 from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.hlo.counts import Collective, Counts, count_module
 from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
@@ -282,10 +282,11 @@ def cache_folder() -> Path:
 
 
 def cache_key(program: LoweredStep, target: Target) -> str:
-  """A digest of a program, its target and all versions involved."""
+  """A digest of a program, its target, the user's flags and all versions involved."""
   versions = [*map(installed_version, ('jaxlib', 'flax-spmd')), *map(compiler_versions, _WHEELS)]
   chip = target.chip._replace(efficiency=1.0, pace=1.0, spread=())  # figures of times, not of programs
   about = [_FORMAT, program.identity, target._replace(chip=chip), list(program.mesh.items()), versions]
+  about += user_flags()
   return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
 
 

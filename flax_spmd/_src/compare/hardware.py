@@ -322,6 +322,12 @@ def compiler_environment(target: Target) -> dict[str, str]:
   return environment | {'XLA_FLAGS': flags.strip()}
 
 
+def user_flags() -> tuple[str, ...]:
+  """The flags that the user sets for compilers, in order: under others they compile other programs."""
+  flags = _without_device_count(os.environ.get('XLA_FLAGS', ''))
+  return *flags.split(), *os.environ.get('LIBTPU_INIT_ARGS', '').split()
+
+
 def _without_device_count(flags: str) -> str:
   return re.sub(r'--xla_force_host_platform_device_count=\d+', '', flags)
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.compilation import has_wheel
-from flax_spmd._src.compare.hardware import Target, compiler_environment, parse_target
+from flax_spmd._src.compare.hardware import Target, compiler_environment, parse_target, user_flags
 
 _TIMEOUT, _LONG = 60, 600  # seconds, for one operation or the start of the process, and for a whole step
 GPU = 'h100'  # all GPUs have the same partitioner
@@ -56,7 +56,8 @@ class PartitionedProgram(NamedTuple):
 class Partitioner:
   """A process that partitions one program at a time, for all threads.
 
-  A program that ends the process has no partition; the next one has a new process.
+  A program that ends the process has no partition; the next one has a new process. So has the next one after the user has
+  set other flags.
 
   Args:
     platform: platform of the programs, 'cuda' or 'tpu'.
@@ -66,7 +67,7 @@ class Partitioner:
     self.platform = platform
     self._lock = threading.Lock()
     self._running: _PartitionProcess | None = None
-    self._is_able = True
+    self._flags, self._is_able = user_flags(), True
 
   @property
   def process(self) -> subprocess.Popen[bytes] | None:
@@ -103,6 +104,9 @@ class Partitioner:
 
   def _reply(self, request: PartitionRequest, timeout: float) -> PartitionedProgram | None:
     with self._lock:
+      if self._flags != user_flags():
+        self._end()
+        self._flags, self._is_able = user_flags(), True
       running = self._running
       if running is None or running.owner != os.getpid() or running.process.poll() is not None:
         running = self._running = self._started() if self._is_able else None

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from flax_spmd._src.compare.hardware import user_flags
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
 from flax_spmd._src.estimate.gathered_copies import GatheredCopies
@@ -215,7 +216,7 @@ class AnalyzedGraph:
 
   def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
     """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
-    key = platform, *sizes.items()
+    key = platform, user_flags(), *sizes.items()
     known = self._remembered.known.setdefault(key, _Known({}, {}, {}, set()))
     for one in known:
       if len(one) > _REMEMBERED:

@@ -1,7 +1,7 @@
 """Estimate cache: the estimates of a search in a file, so that a killed search resumes.
 
 The file has one line of JSON per estimate, appended as soon as it is made; an incomplete last line is
-ignored. The file name is a digest of the program and the target. The first line records the versions and
+ignored. The file name is a digest of the program, the target and the user's flags for compilers. The first line records the versions and
 a digest of the package's source that made the estimates; a file of another version is discarded.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.compilation import cache_folder, compiler_versions
 from flax_spmd._src.compare.costs import Cost
-from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.hardware import Target, user_flags
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.hlo.collectives import Collective
@@ -56,7 +56,7 @@ class EstimateCache(NamedTuple):
 
 
 def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCache:
-  """Opens the cache of a program on a target.
+  """Opens the cache of a program on a target, under the user's flags for compilers.
 
   Args:
     identity: digest of the program.
@@ -65,7 +65,7 @@ def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCa
   """
   platform = target.chip.platform
   partitioner = can_partition(platform) and compiler_versions(platform)
-  about = [identity, target, partitioner]
+  about = [identity, target, partitioner, *user_flags()]
   key = hashlib.sha256(repr(about).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
   versions = {name: installed_version(name) for name in ('jaxlib', 'flax-spmd')}
