@@ -185,6 +185,24 @@ def test_kernels_with_unknown_costs_remain_in_doubt(monkeypatch):
   assert doubt.endswith(': the costs of the kernel strange are unknown')
 
 
+def test_a_step_whose_arrays_are_fetched_from_the_host(whole_steps, gpu_compiler):
+  """What is fetched occupies memory beside the arguments."""
+
+  def step(state, x):
+    gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(state['w'])
+    moment = 0.9 * state['moment'] + gradient
+    return {'w': state['w'] - 0.1 * moment, 'moment': moment}, ()
+
+  create = lambda: {name: jnp.ones((1024, 1024)) for name in ('w', 'moment')}
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((64, 1024), jnp.float32))
+  layout = DATA.replace(rules=(('batch', 'a'), ('^moment', spmd.host(spmd.fsdp('a')))))
+  outcome = Estimator(train_step).estimate(layout, 'h100:8')
+  compiled = compare(train_step, {'data': layout}, 'h100:8')['data']
+  assert_alike(outcome, compiled)
+  assert outcome.memory == compiled.memory
+  assert outcome.memory.host == 1024 * 1024 * 4 // 8 <= outcome.memory.temporaries
+
+
 def test_a_step_is_compiled_under_the_flags_that_the_user_has_now(
   whole_steps, gpu_compiler, tmp_path, monkeypatch
 ):

@@ -187,12 +187,12 @@ class Estimator:
     ]
     is_partitioned = isinstance(costs, PartitionedStep)
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
-    is_kept = not (is_partitioned or self._train_step.donate)
     if isinstance(costs, PartitionedStep):
-      temporaries: float = costs.memory - sum(argument_bytes[index] for index in program.used)
+      on_device = (argument_bytes[index] for index in program.used if not on_host[index])
+      temporaries: float = costs.memory - sum(on_device)
     else:
       temporaries = costs.temporaries
-    memory = self._memory(argument_bytes, on_host, temporaries, is_kept)
+    memory = self._memory(argument_bytes, on_host, temporaries, is_partitioned)
     source = PARTITIONED if is_partitioned else ESTIMATED
     is_guess = target.chip.platform == 'tpu' and not is_partitioned
     doubts = (TPU_DOUBT, *costs.doubts) if is_guess else costs.doubts
@@ -220,20 +220,21 @@ class Estimator:
     argument_bytes: Sequence[int],
     on_host: Sequence[bool],
     temporaries: float,
-    is_kept: bool,
+    is_partitioned: bool,
   ) -> Memory:
     """Bytes on one device; those of the state and the batch count whether the step uses them or not.
 
-    If the old state is kept, both it and the new one are live at the end of the step, when the memory of the temporaries
-    is free again. So are arrays from the host's memory: the compiler fetches them late where memory is short.
+    The temporaries of a partitioned step are its compiler's. In an estimate, if the old state is kept, both it and the new one
+    are live at the end of the step, when the memory of the temporaries is free again. So are arrays from the host's memory: the
+    compiler fetches them late where memory is short.
     """
     by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
     for part, size, hosted in zip(self._parts, argument_bytes, on_host, strict=True):
       by_part[part] += 0 if hosted else size
     total = sum(by_part.values())
     host = sum(argument_bytes) - total
-    new_state = total - by_part['batch'] if is_kept else 0
-    extra = max(int(temporaries), host, new_state)
+    new_state = 0 if self._train_step.donate else total - by_part['batch']
+    extra = int(temporaries) if is_partitioned else max(int(temporaries), host, new_state)
     parameters, optimizer, rest, batch = (by_part[part] for part in _PARTS)
     return Memory(parameters, optimizer, rest, batch, extra, total + extra, host)
 
@@ -293,7 +294,8 @@ class _AnalyzedStep:
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     is_able, partitioned = can_partition(platform), None
     if is_able and lowered and platform == self._platform:
-      is_whole = PLACEHOLDER.encode() not in self._code
+      is_on_host = any(sharding.memory_kind == HOST_MEMORY for sharding in shardings)
+      is_whole = PLACEHOLDER.encode() not in self._code and not is_on_host
       code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
       partitioned = partitioned_step(code, sizes, target)
     if partitioned and not partitioned.counts.opaque:
