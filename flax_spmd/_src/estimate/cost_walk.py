@@ -15,14 +15,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.compare.hardware import user_flags
+from flax_spmd._src.estimate.analyzed_graph import CONSTRAINTS, IDENTITIES, AnalyzedGraph
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
 from flax_spmd._src.estimate.gathered_copies import GatheredCopies
 from flax_spmd._src.estimate.graph import (
   PRODUCTS,
   Block,
-  Graph,
   GraphValue,
   Op,
   Spec,
@@ -31,25 +30,17 @@ from flax_spmd._src.estimate.graph import (
   used_axes,
 )
 from flax_spmd._src.estimate.halos import is_plain_slice
-from flax_spmd._src.estimate.kept_results import KeptResults, kept_results
 from flax_spmd._src.estimate.kernels import unknown_kernel
 from flax_spmd._src.estimate.live_buffers import (
   BARRIER,
   WRITES,
   BlockLiveness,
-  argument_derived_values,
   copy_of,
-  liveness,
-  rematerialisable_values,
 )
 from flax_spmd._src.estimate.loops import (
   GATHERING_PLATFORMS,
   MOVING_PLATFORMS,
   WIDENING_PLATFORMS,
-  across_loops,
-  forwarded_sums,
-  loop_sums,
-  origins,
 )
 from flax_spmd._src.estimate.operations import is_elementwise, is_unknown, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
@@ -69,16 +60,12 @@ from flax_spmd._src.estimate.resharding import (
   without_reduce_scatter,
 )
 from flax_spmd._src.estimate.weight_gradients import SCHEDULING_PLATFORMS, WeightGradients
-from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.hlo.work import Work
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
-_REMEMBERED = 2**15  # requirements, and collectives, for each mesh
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
-_CONSTRAINTS = ('sharding_constraint', 'reshard')
 _RESHAPE = 'reshape'
-_IDENTITIES = (*_CONSTRAINTS, BARRIER)  # their results are their operands, one by one
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
 _HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
 # Kernels of an operation whose result is stored: norms, sums and copies take several in XLA's programs.
@@ -105,198 +92,52 @@ class WalkResult(NamedTuple):
   unknown: tuple[str, ...]
 
 
-class _Known(NamedTuple):
-  """The results that are remembered under a mesh: of operations, and the collectives between two shardings of an array."""
-
-  requirements: dict[tuple, Requirement]
-  partitions: dict[tuple, Partition | None]
-  collectives: dict[tuple[GraphValue, Spec, Spec], list[CollectiveOp]]
-  settled: set[tuple[GraphValue, Spec, Spec]]  # those that a partitioner has found
-
-
-class Remembered(NamedTuple):
-  """The results of earlier walks over programs that have most of their operations in common.
-
-  Attributes:
-    numbers: a number per operation, equal for those with equal requirements, by all that these depend on.
-    known: the results that are remembered under each mesh.
-  """
-
-  numbers: dict[tuple, int]
-  known: dict[tuple, _Known]
-
-
-class AnalyzedGraph:
-  """A graph, with all analyses of it that do not depend on the layout.
+def walk(
+  analyzed: AnalyzedGraph,
+  specs: Sequence[Spec],
+  results: Sequence[Spec | None],
+  sizes: Mapping[str, int],
+  platform: str = 'cuda',
+  partitions: PartitionedOperations | None = None,
+) -> WalkResult:
+  """The costs under a layout.
 
   Args:
-    graph: the program.
-    remembered: the results of earlier walks, which are added to.
-
-  Attributes:
-    graph: the program.
-    rematerialisable: values that every device can compute by itself.
-    argument_derived: arguments of the step, and views of them.
-    wire_values: values that are sent in a narrower dtype.
-    constants: scalar integer constants.
-    uses: number of uses per value.
-    users: operations on each value.
-    transposed: operands of transposes, by their results.
-    forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
-    loop_sums: values that are added to a loop's carry, with the loop's result.
-    filters: arguments of the shapes of convolutions' filters, by shape.
-    across_loops: products before a loop that are read after it, and the values that wait for a loop.
-    origins: number of loops around the place where each value is computed.
-    dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
-    alike: a number per operation, by its first result; equal for operations with equal requirements.
-    elementwise: operands of elementwise operations that devices cannot compute by themselves, by the first result.
+    analyzed: the program.
+    specs: sharding of each value.
+    results: sharding that each result of the step needs; None accepts any.
+    sizes: size per mesh axis.
+    platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
+    partitions: partitions of single operations, for those that XLA has several ways for.
   """
-
-  def __init__(self, graph: Graph, remembered: Remembered):
-    self.graph = graph
-    self.alike: dict[int, int] = {}
-    self._remembered = remembered
-    self.rematerialisable = rematerialisable_values(graph)
-    self.elementwise: dict[int, tuple[int, ...]] = {}
-    self.argument_derived = argument_derived_values(graph)
-    self.filters: dict[tuple[int, ...], list[int]] = {}
-    self._liveness: dict[str, BlockLiveness] = {}
-    self._kept: dict[str, KeptResults] = {}
-    self.wire_values = wire_values(graph)
-    self.constants: dict[int, int] = {}
-    self.uses: dict[int, int] = {}
-    self.users: dict[int, list[Op]] = {}
-    self.transposed: dict[int, int] = {}
-    product_sizes: dict[str, int] = {}
-    self._scan(graph.main, product_sizes)
-    self._number(graph.main)
-    for value in graph.main.arguments:
-      if graph.values[value].shape in self.filters:
-        self.filters[graph.values[value].shape].append(value)
-    self.loop_sums = loop_sums(graph, self.uses)
-    self.forwarded = forwarded_sums(graph, self.uses, self.loop_sums)
-    self.origins = origins(graph)
-    self.across_loops = across_loops(graph)
-    self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
-
-  def _scan(self, block: Block, product_sizes: dict[str, int]) -> None:
-    for op in block.ops:
-      for value in op.operands:
-        self.uses[value] = self.uses.get(value, 0) + 1
-        self.users.setdefault(value, []).append(op)
-      if op.kind == 'transpose':
-        self.transposed[op.results[0]] = op.operands[0]
-      if op.attributes.get('value') is not None:
-        self.constants[op.results[0]] = op.attributes['value']
-      if op.kind in PRODUCTS:
-        dtype = self.graph.values[op.operands[0]].dtype
-        size = math.prod(self.graph.values[op.results[0]].shape)
-        product_sizes[dtype] = product_sizes.get(dtype, 0) + size
-      if op.kind == 'convolution' and op.operands[1] in self.argument_derived:
-        self.filters[self.graph.values[op.operands[1]].shape] = []
-      for inner in op.blocks:
-        self._scan(inner, product_sizes)
-    for value in block.returned:
-      self.uses[value] = self.uses.get(value, 0) + 1
-
-  def _number(self, block: Block) -> None:
-    numbers = self._remembered.numbers
-    for op in block.ops:
-      if op.results and not op.blocks and op.kind not in _IDENTITIES and is_elementwise(op):
-        sources = tuple(value for value in op.operands if value not in self.rematerialisable)
-        self.elementwise[op.results[0]] = sources
-      if op.results and not op.blocks:
-        arrays = [(self.graph.values[value], self.wire_values.get(value)) for value in op.operands]
-        free = tuple(value in self.rematerialisable for value in op.operands)
-        attributes = repr(sorted(op.attributes.items()))
-        about = op.kind, attributes, free, *arrays, self.graph.values[op.results[0]]
-        self.alike[op.results[0]] = numbers.setdefault(about, len(numbers))
-      for inner in op.blocks:
-        self._number(inner)
-
-  def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
-    """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
-    key = platform, user_flags(), *sizes.items()
-    known = self._remembered.known.setdefault(key, _Known({}, {}, {}, set()))
-    for one in known:
-      if len(one) > _REMEMBERED:
-        one.clear()
-    return known
-
-  def liveness(self, platform: str) -> BlockLiveness:
-    """The liveness of the main block on a platform: that of the target, whatever platform the step is lowered for."""
-    if platform not in self._liveness:
-      self._liveness[platform] = liveness(self.graph, platform, self.kept(platform))
-    return self._liveness[platform]
-
-  def kept(self, platform: str) -> KeptResults:
-    """The elementwise results that are stored on a platform, or not, against the common rule."""
-    if platform not in self._kept:
-      given = self.argument_derived | self.rematerialisable
-      self._kept[platform] = kept_results(self.graph, platform, given)
-    return self._kept[platform]
-
-  def trip_count(self, loop: Op) -> int:
-    """The number of iterations of a loop: up to the constant in its condition; 1 without a constant."""
-    condition = loop.blocks[0]
-    outer = dict(zip(condition.arguments, loop.operands))
-    for op in condition.ops:
-      if op.kind == 'compare':
-        start, end = (self.constants.get(outer.get(value, value)) for value in op.operands)
-        if end is not None:
-          return max(0, end - (start or 0))
-    return 1
-
-  def walk(
-    self,
-    specs: Sequence[Spec],
-    results: Sequence[Spec | None],
-    sizes: Mapping[str, int],
-    platform: str = 'cuda',
-    partitions: PartitionedOperations | None = None,
-  ) -> WalkResult:
-    """The costs under a layout.
-
-    Args:
-      specs: sharding of each value.
-      results: sharding that each result of the step needs; None accepts any.
-      sizes: size per mesh axis.
-      platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
-      partitions: partitions of single operations, for those that XLA has several ways for.
-    """
-    walk = _CostWalk(self, list(specs), sizes, platform, partitions)
-    peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
-    kept = walk.kept_copies()
-    if platform == 'tpu':  # its compiler may gather them again
-      walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
-      kept = 0.0
-    if platform in SCHEDULING_PLATFORMS:
-      peak = max(peak, walk.weight_gradients.peak())
-      spread = walk.weight_gradients.spread()
-      walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
-      spread = walk.weight_gradients.filter_spread()
-      walk.doubts.add_kept('gradients', 'the order of those of filters', spread)
-      walk.doubts.add_kept('remat', 'blocks that are computed again early, beside sums', walk.repeated)
-      walk.add_spikes(peak)
-    collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
-    work = walk.work
-    counts = Counts(
-      work.flops,
-      work.hbm_bytes,
-      tuple(collectives),
-      tuple(walk.opaque.items()),
-      (),
-      work.products,
-      _KERNELS * work.kernels,
-    )
-    memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
-    doubts = walk.doubts.texts(sum(one.wire for one in collectives), memory, work.flops)
-    return WalkResult(counts, peak + kept, doubts, walk.doubts.unbounded())
-
-
-def _chip_dtype(dtype: str) -> str:
-  """A dtype in the spelling of the table of chips."""
-  return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
+  step = _CostWalk(analyzed, list(specs), sizes, platform, partitions)
+  peak = step.block(analyzed.graph.main, analyzed.liveness(platform), 1, results)
+  kept = step.kept_copies()
+  if platform == 'tpu':  # its compiler may gather them again
+    step.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
+    kept = 0.0
+  if platform in SCHEDULING_PLATFORMS:
+    peak = max(peak, step.weight_gradients.peak())
+    spread = step.weight_gradients.spread()
+    step.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
+    spread = step.weight_gradients.filter_spread()
+    step.doubts.add_kept('gradients', 'the order of those of filters', spread)
+    step.doubts.add_kept('remat', 'blocks that are computed again early, beside sums', step.repeated)
+    step.add_spikes(peak)
+  collectives = sorted(step.combiner.collectives(), key=lambda one: -one.wire)
+  work = step.work
+  counts = Counts(
+    work.flops,
+    work.hbm_bytes,
+    tuple(collectives),
+    tuple(step.opaque.items()),
+    (),
+    work.products,
+    _KERNELS * work.kernels,
+  )
+  memory = sum(map(step._bytes, analyzed.graph.main.arguments)) + peak + kept
+  doubts = step.doubts.texts(sum(one.wire for one in collectives), memory, work.flops)
+  return WalkResult(counts, peak + kept, doubts, step.doubts.unbounded())
 
 
 def _moves(ops: Sequence[CollectiveOp]) -> bool:
@@ -514,7 +355,7 @@ class _CostWalk:
 
   def _is_view(self, op: Op, block: Block) -> bool:
     """Whether an operation only changes the shape of an argument of its block, and of its shards."""
-    if op.kind not in (_RESHAPE, *_CONSTRAINTS):
+    if op.kind not in (_RESHAPE, *CONSTRAINTS):
       return False
     operand, result = op.operands[0], op.results[0]
     if operand not in block.arguments and operand not in self.views:
@@ -579,7 +420,7 @@ class _CostWalk:
       return self._branch(op, inner, times)
     if not op.results:
       return 0.0
-    if op.kind in _IDENTITIES:
+    if op.kind in IDENTITIES:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
@@ -992,7 +833,7 @@ class _CostWalk:
   def _is_cut_again(self, value: int) -> bool:
     """Whether an operation needs a part of a value's shards: XLA cuts them at once, and scatters no sum like that."""
     for op in self.analyzed.users.get(value, ()) if self.analyzed.uses[value] > 1 else ():
-      if op.blocks or op.kind in _IDENTITIES or not op.results:
+      if op.blocks or op.kind in IDENTITIES or not op.results:
         continue
       for operand, spec in zip(op.operands, self._required(op).operands):
         if operand == value and spec not in (None, self.specs[value]) and not self._changes(value, spec):
@@ -1111,7 +952,7 @@ class _CostWalk:
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
       loops = self._loops_since(value)
-      if loops and (self.platform in GATHERING_PLATFORMS or self.kind in _CONSTRAINTS):
+      if loops and (self.platform in GATHERING_PLATFORMS or self.kind in CONSTRAINTS):
         times = self.times_outside[-loops]
         self.gathered_before += copy
         self.before_loops.add((value, after))

@@ -39,8 +39,9 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.compat import PLACEHOLDER
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
+from flax_spmd._src.estimate.analyzed_graph import AnalyzedGraph, Remembered
 from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
-from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, Remembered, WalkResult
+from flax_spmd._src.estimate.cost_walk import WalkResult, walk
 from flax_spmd._src.estimate.equal_operations import EqualOperations
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
@@ -303,7 +304,7 @@ class _AnalyzedStep:
     specs = self.module.propagate(sizes, arguments, results, resolve)
     analyzed, operations = self._analyze(specs)
     partitions = operations if is_able and platform == 'cuda' else None
-    costs = analyzed.walk(specs, results, sizes, platform, partitions)
+    costs = walk(analyzed, specs, results, sizes, platform, partitions)
     return partitioned._replace(doubts=costs.unknown) if partitioned else costs
 
 
