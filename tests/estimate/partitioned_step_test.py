@@ -10,7 +10,7 @@ from jax import lax
 import flax_spmd as spmd
 from flax_spmd._src.compare.compile_worker import without_passes
 from flax_spmd._src.estimate import estimator as estimator_module
-from flax_spmd._src.estimate.estimator import Estimator
+from flax_spmd._src.estimate.estimator import TPU_DOUBT, Estimator
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd.explore import TrainStep, compare, parse_target
@@ -86,8 +86,28 @@ def test_steps_for_tpus_are_compiled_by_their_own_compiler(whole_steps):
   estimator = Estimator(train, platform='tpu')
   for compiled in compare(train, layouts, 'v5e:2x4'):
     assert_alike(estimator.estimate(layouts[compiled.name], 'v5e:2x4'), compiled)
-  for_gpus = Estimator(train).estimate(layouts[compiled.name], 'v5e:2x4')
-  assert for_gpus.source == 'estimated' and for_gpus.doubts
+
+
+@pytest.mark.usefixtures('tpu_compiler')
+@pytest.mark.parametrize('platform', ['cuda', 'cpu'])
+def test_a_step_lowered_for_another_platform_is_partitioned_for_the_target(whole_steps, platform):
+  """The step is another one on each platform."""
+  model = transformer()
+
+  def step(state, ids):
+    more = {
+      'cuda': lambda: jnp.sum(state['up'].value @ state['down'].value),
+      'default': lambda: jnp.float32(0),
+    }
+    state, value = model.step(state, ids)
+    return state, value + lax.platform_dependent(**more)
+
+  train = model._replace(step=step)
+  estimator = Estimator(train, platform=platform)
+  [compiled] = compare(train, {'data': DATA}, 'v5e:2x4')
+  assert_alike(estimator.estimate(DATA, 'v5e:2x4'), compiled)
+  estimated = estimator.estimate(DATA, 'v5e:2x4', partition=False)
+  assert estimated.source == 'estimated' and TPU_DOUBT in estimated.doubts
 
 
 @pytest.mark.usefixtures('gpu_compiler')

@@ -143,11 +143,11 @@ class Estimator:
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout.
 
-    If the target's compiler is installed (the extra `cuda` or `tpu`) and the step is lowered for its platform, that
-    compiler partitions the step, fuses and schedules its operations, and assigns its buffers, in a process of its own that
-    starts with the first one. FLOPs and collectives are then exact, and memory is that of the compiled step; for GPUs within a
-    few percent if it has a softmax: to fuse that into one kernel takes most of a compilation, so it is done only where a
-    softmax can decide the memory.
+    If the target's compiler is installed (the extra `cuda` or `tpu`), it partitions the step, fuses and schedules its
+    operations, and assigns its buffers, in a process of its own that starts with the first one. FLOPs and collectives are
+    then exact, and memory is that of the compiled step; for GPUs within a few percent if it has a softmax: to fuse that into
+    one kernel takes most of a compilation, so it is done only where a softmax can decide the memory. A step that was lowered
+    for another platform is lowered again for each estimate.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
@@ -292,8 +292,8 @@ class _AnalyzedStep:
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     is_able, partitioned = can_partition(platform), None
-    if is_able and lowered and platform == self._platform:
-      is_whole = PLACEHOLDER.encode() not in self._code
+    if is_able and lowered:
+      is_whole = platform == self._platform and PLACEHOLDER.encode() not in self._code
       code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
       partitioned = partitioned_step(code, sizes, target)
     if partitioned and not partitioned.counts.opaque:

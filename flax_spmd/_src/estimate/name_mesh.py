@@ -45,6 +45,11 @@ _OWN_AXES = (
   'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
   'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
 )
+_AXES_OF_BATCH = (
+  'The placements of the batch have mesh axes, so its logical names alone do not decide its layout.\n'
+  "Fix: give its dimensions logical names, such as ('batch', None), or choose the layouts, and compile them with "
+  'spmd.compare.'
+)
 _SPARE_AXIS = '_'  # of size 2, and without rules: JAX drops all shardings on a mesh of one device
 
 
@@ -172,7 +177,11 @@ def _names_of(train_step: TrainStepLike) -> set[str]:
       in_names = ' of names ' in str(error)  # else in a constraint of the model
       raise EstimatorError(_OWN_AXES if in_names else _OWN_MESH) from error
     try:
-      jitted.trace(state, abstract_batch(train_step, layout))
+      batch = abstract_batch(train_step, layout)
+    except MeshAxisError as error:
+      raise EstimatorError(_AXES_OF_BATCH) from error
+    try:
+      jitted.trace(state, batch)
     except ValueError as error:  # a true error of the step is raised again when it is compiled
       if 'mesh' in str(error) or 'shard_map' in str(error):
         raise EstimatorError(_OWN_MESH) from error
