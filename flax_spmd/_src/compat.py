@@ -229,6 +229,11 @@ def recorded_readers(record: Callable[[str, int], object]) -> Iterator[None]:
     resources.env = before
 
 
+def is_pmapped(fn: Any) -> bool:
+  """Whether a function is the result of `jax.pmap`."""
+  return getattr(fn, '__globals__', {}).get('__name__') == 'jax._src.pmap' and hasattr(fn, '__wrapped__')
+
+
 # -- functions of JAX and Flax that this package handles the calls of
 
 
