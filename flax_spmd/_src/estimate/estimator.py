@@ -22,6 +22,7 @@ Where doubts remain, the estimate carries them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
+from flax_spmd._src.jit.named_axis import number_of_groups
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -105,16 +107,20 @@ class Estimator:
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
     mlir.check_jaxlib()
-    self._given = train_step
-    self._lowering = lower_on_names(train_step, platform)
+    self._given, self._platform = train_step, platform
+    self._lower(1)
+    self._by_groups = {1: self}
+
+  def _lower(self, groups: int) -> None:
+    self._lowering = lower_on_names(self._given, self._platform, groups)
     self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._program = _AnalyzedStep(self._lowering, platform)
+    self._program = _AnalyzedStep(self._lowering, self._platform)
     constrained = self._lowering.with_batch
-    self._with_batch = constrained and _AnalyzedStep(constrained, platform, True)
+    self._with_batch = constrained and _AnalyzedStep(constrained, self._platform, True)
     self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
@@ -170,6 +176,24 @@ class Estimator:
         f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
+    abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
+    return self._of_groups(layout)._estimate(layout, target, partition)
+
+  def _of_groups(self, layout: Layout) -> Estimator:
+    """The estimator of the program for the layout's number of groups along the step's axis name."""
+    name = self._train_step.axis_name
+    if name is None:
+      return self
+    bound = self._train_step.with_axis(layout)
+    number = number_of_groups(name, bound.mesh, bound.rules)
+    if number not in self._by_groups:
+      other = copy.copy(self)
+      other._lower(number)
+      self._by_groups[number] = other
+    return self._by_groups[number]
+
+  def _estimate(self, layout: Layout, target: Target, partition: bool) -> Outcome:
+    sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
     arrays = jax.tree.leaves((self._lowering.state, batch))
     shardings = [
@@ -180,7 +204,8 @@ class Estimator:
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
     lowered = lambda: lower(self._given, layout, target).code
-    costs = program.costs(layout, shardings, target, lowered if partition else None)
+    bound = self._train_step.with_axis(layout, of_mesh=True)
+    costs = program.costs(bound, shardings, target, lowered if partition else None)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
@@ -249,6 +274,9 @@ class _AnalyzedStep:
 
   def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
     self.used, self.is_automatic, self._platform = lowering.used, is_automatic, platform
+    self._is_grouped = (
+      lowering.train_step.axis_name is not None
+    )  # groups take their axes from constraints inside
     self._code = lowering.code
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
@@ -293,7 +321,9 @@ class _AnalyzedStep:
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     is_able, partitioned = can_partition(platform), None
     if is_able and lowered:
-      is_whole = platform == self._platform and PLACEHOLDER.encode() not in self._code
+      is_whole = (
+        platform == self._platform and not self._is_grouped and PLACEHOLDER.encode() not in self._code
+      )
       code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
       partitioned = partitioned_step(code, sizes, target)
     if partitioned and not partitioned.counts.opaque:
