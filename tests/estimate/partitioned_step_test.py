@@ -161,6 +161,34 @@ def test_a_step_with_an_axis_name_computes_the_parts_of_its_layout(whole_steps, 
       assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01), compiled.name
 
 
+@pytest.mark.usefixtures('gpu_compiler')
+def test_convolutions_of_groups_are_partitioned_and_else_in_doubt(whole_steps):
+  """Their gradients are in a shard_map, one kernel for each group."""
+
+  def step(state, x):
+    def loss(w):
+      y = lax.conv_general_dilated(x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+      return jnp.mean(jnp.tanh(y - x[::-1]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state)
+    gradient, value = lax.pmean((gradient, value), 'batch')
+    return state - 0.1 * gradient, value
+
+  x = jax.ShapeDtypeStruct((16, 8, 8, 4), jnp.float32)
+  train = TrainStep(step, lambda: jnp.ones((3, 3, 4, 4)), x, axis_name='batch')
+  estimator = Estimator(train)
+  for _ in range(2):
+    [compiled] = compare(train, {'data': DATA}, 'h100:8')
+    assert_alike(estimator.estimate(DATA, 'h100:8'), compiled, memory=0.07)
+    estimated = estimator.estimate(DATA, 'h100:8', partition=False)
+    assert estimated.doubts[0] == (
+      "axis_name 'batch': the 8 parts of the batch are computed apart, and estimated as one, since their convolutions are "
+      'in a shard_map'
+    )
+  alone = estimator.estimate(DATA.replace(rules=()), 'h100:8', partition=False)
+  assert not any('parts of the batch' in one for one in alone.doubts)
+
+
 @pytest.mark.parametrize('of_layout', [False, True])
 def test_a_batch_that_groups_do_not_divide_is_a_layout_error(whole_steps, of_layout):
   train = in_groups('batch')._replace(batch=jax.ShapeDtypeStruct((12, 64), jnp.float32), placements=())

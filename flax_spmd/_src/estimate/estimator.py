@@ -56,7 +56,7 @@ from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import size_text
 from flax_spmd._src.tree_paths import path_string
-from flax_spmd.errors import TargetDeviceError, raise_problems
+from flax_spmd.errors import EstimatorError, TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
@@ -65,6 +65,10 @@ _MEMORY_ERROR = {ESTIMATED: 0.12, PARTITIONED: 0.07}  # relative error of the pe
 TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
+)
+_GROUPS_DOUBT = (
+  'axis_name {name!r}: the {groups} parts of the batch are computed apart, and estimated as one, since their '
+  'convolutions are in a shard_map'
 )
 _PROGRAMS = 16  # that are remembered, each with other equal operations merged
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
@@ -112,6 +116,7 @@ class Estimator:
     self._by_groups = {1: self}
 
   def _lower(self, groups: int) -> None:
+    self._groups = groups
     self._lowering = lower_on_names(self._given, self._platform, groups)
     self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
@@ -177,22 +182,29 @@ class Estimator:
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
     abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
-    return self._of_groups(layout)._estimate(layout, target, partition)
+    number = self._groups_under(layout)
+    return self._of_groups(number)._estimate(layout, target, partition, number)
 
-  def _of_groups(self, layout: Layout) -> Estimator:
-    """The estimator of the program for the layout's number of groups along the step's axis name."""
+  def _groups_under(self, layout: Layout) -> int:
+    """The layout's number of groups along the step's axis name; 1 without such a name."""
     name = self._train_step.axis_name
     if name is None:
-      return self
+      return 1
     bound = self._train_step.with_axis(layout)
-    number = number_of_groups(name, bound.mesh, bound.rules)
+    return number_of_groups(name, bound.mesh, bound.rules)
+
+  def _of_groups(self, number: int) -> Estimator:
+    """The estimator of the program for a number of groups; of one group, if that program cannot be estimated."""
     if number not in self._by_groups:
       other = copy.copy(self)
-      other._lower(number)
+      try:
+        other._lower(number)
+      except EstimatorError:
+        other = self._by_groups[1]
       self._by_groups[number] = other
     return self._by_groups[number]
 
-  def _estimate(self, layout: Layout, target: Target, partition: bool) -> Outcome:
+  def _estimate(self, layout: Layout, target: Target, partition: bool, groups: int) -> Outcome:
     sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
     arrays = jax.tree.leaves((self._lowering.state, batch))
@@ -221,6 +233,8 @@ class Estimator:
     source = PARTITIONED if is_partitioned else ESTIMATED
     is_guess = target.chip.platform == 'tpu' and not is_partitioned
     doubts = (TPU_DOUBT, *costs.doubts) if is_guess else costs.doubts
+    if groups != self._groups and not is_partitioned:
+      doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
       '',
       layout,
