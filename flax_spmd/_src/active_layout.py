@@ -103,7 +103,7 @@ def is_module(fn: Any) -> bool:
 
 
 def check_function(fn: Callable[..., Any], active: InForce) -> None:
-  """Checks that an argument of `jit` is a function, not already jitted by another layout, whose mesh and rules it would use.
+  """Checks that an argument of `jit` is a function, neither of `jax.pmap` nor of another layout, whose mesh it would use.
 
   Raises:
     LayoutError: it is not; the message names that layout's mesh and the unwrapped function.
@@ -117,9 +117,15 @@ def check_function(fn: Callable[..., Any], active: InForce) -> None:
     raise LayoutError(f'jit has a {type(fn).__name__} in place of a function.\nFix: pass {fix}.')
   while isinstance(fn, functools.partial):
     fn = fn.func
+  name = getattr(fn, '__name__', 'the function')
+  if compat.is_pmapped(fn):
+    raise LayoutError(
+      f'{name} is a function of jax.pmap, which has a dimension of devices on every argument.\n'
+      f'Fix: pass the function itself, {name}.__wrapped__, with axis_name and in_axes as of jax.pmap, and arguments '
+      'without this dimension.'
+    )
   bound = fn.in_force if isinstance(fn, UnderLayout) else active
   if (bound.mesh, bound.rules) != (active.mesh, active.rules):
-    name = getattr(fn, '__name__', 'the function')
     raise LayoutError(
       f'{name} is already jitted by another layout, with mesh {describe(bound.mesh or {})}.\n'
       f'Fix: pass the function itself, {name}.__wrapped__.'

@@ -157,15 +157,18 @@ class TargetDevice(NamedTuple):
 
 _target_platform: ContextVar[str | None] = ContextVar('flax_spmd_target_platform', default=None)
 _no_devices = AbstractMesh.__dict__['devices']
+_no_enter, _no_exit = AbstractMesh.__enter__, AbstractMesh.__exit__
 
 
 @contextlib.contextmanager
 def target_devices(platform: str) -> Iterator[None]:
   """A block in which abstract meshes have `TargetDevice`s, since models ask for `mesh.devices.flat[0].platform`.
 
-  JAX's own abstract meshes raise a ValueError.
+  Models may also enter them, by `with mesh:`. JAX's own abstract meshes raise a ValueError.
   """
-  cast(Any, AbstractMesh).devices = property(_abstract_devices)
+  meshes = cast(Any, AbstractMesh)
+  meshes.devices = property(_abstract_devices)
+  meshes.__enter__, meshes.__exit__ = _enter_abstract, _exit_abstract
   token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
   try:
     yield
@@ -180,6 +183,55 @@ def _abstract_devices(mesh: AbstractMesh) -> Any:
   devices = np.empty(mesh.size, object)
   devices[:] = [TargetDevice(number, platform) for number in range(mesh.size)]
   return devices.reshape(mesh.axis_sizes)
+
+
+def _enter_abstract(mesh: Any) -> Any:
+  return (_no_enter if _target_platform.get() is None else Mesh.__enter__)(mesh)
+
+
+def _exit_abstract(mesh: Any, *error: Any) -> Any:
+  return (_no_exit if _target_platform.get() is None else Mesh.__exit__)(mesh, *error)
+
+
+class _ReadResources(mesh_lib.ResourceEnv):
+  """What `with mesh:` sets, while it is not used: the lines that read it are recorded."""
+
+  record: Callable[[str, int], object] | None = None
+
+  @property
+  def physical_mesh(self) -> Mesh:  # pyright: ignore[reportIncompatibleVariableOverride]
+    frame = sys._getframe(1)
+    if self.record is not None and not frame.f_globals.get('__name__', '').startswith('jax.'):
+      self.record(frame.f_code.co_filename, frame.f_lineno)
+    return self[0]
+
+
+@contextlib.contextmanager
+def recorded_readers(record: Callable[[str, int], object]) -> Iterator[None]:
+  """A block in which each line outside JAX that looks for the mesh of `with mesh:`, and finds none, is recorded.
+
+  Args:
+    record: called with its file and number.
+  """
+  resources = mesh_lib.thread_resources
+  before = resources.env
+  if not before[0].empty:
+    yield
+    return
+  read = _ReadResources(before[0])
+  read.record = record
+  resources.stack.append(read)
+  resources.env = read
+  try:
+    yield
+  finally:
+    resources.stack.pop()
+    resources.env = before
+
+
+def is_pmapped(fn: Any) -> bool:
+  """Whether a function is the result of `jax.pmap`."""
+  return getattr(fn, '__globals__', {}).get('__name__') == 'jax._src.pmap' and hasattr(fn, '__wrapped__')
 
 
 # -- functions of JAX and Flax that this package handles the calls of

@@ -153,3 +153,21 @@ def test_a_state_with_mesh_axes_among_its_names_cannot_be_estimated(box):
     'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
     'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
   )
+
+
+@pytest.mark.parametrize('placements', [jax.P('data'), {'x': ('batch', None), 'y': jax.P(None, 'data')}])
+def test_placements_of_a_batch_in_mesh_axes_cannot_be_estimated(placements):
+  batch = {'x': X, 'y': X}
+  train = TrainStep(
+    lambda state, batch: (state, batch['x'] + batch['y']),
+    lambda: {'w': jnp.ones(8)},
+    batch,
+    placements=placements,
+  )
+  with pytest.raises(EstimatorError) as error:
+    Estimator(train)
+  assert str(error.value) == (
+    'The placements of the batch have mesh axes, so its logical names alone do not decide its layout.\n'
+    "Fix: give its dimensions logical names, such as ('batch', None), or choose the layouts, and compile them with "
+    'spmd.compare.'
+  )

@@ -10,7 +10,7 @@ from jax import lax
 import flax_spmd as spmd
 from flax_spmd._src.compare.compile_worker import without_passes
 from flax_spmd._src.estimate import estimator as estimator_module
-from flax_spmd._src.estimate.estimator import Estimator
+from flax_spmd._src.estimate.estimator import TPU_DOUBT, Estimator
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd.explore import TrainStep, compare, parse_target
@@ -86,8 +86,116 @@ def test_steps_for_tpus_are_compiled_by_their_own_compiler(whole_steps):
   estimator = Estimator(train, platform='tpu')
   for compiled in compare(train, layouts, 'v5e:2x4'):
     assert_alike(estimator.estimate(layouts[compiled.name], 'v5e:2x4'), compiled)
-  for_gpus = Estimator(train).estimate(layouts[compiled.name], 'v5e:2x4')
-  assert for_gpus.source == 'estimated' and for_gpus.doubts
+
+
+@pytest.mark.usefixtures('tpu_compiler')
+@pytest.mark.parametrize('platform', ['cuda', 'cpu'])
+def test_a_step_lowered_for_another_platform_is_partitioned_for_the_target(whole_steps, platform):
+  """The step is another one on each platform."""
+  model = transformer()
+
+  def step(state, ids):
+    more = {
+      'cuda': lambda: jnp.sum(state['up'].value @ state['down'].value),
+      'default': lambda: jnp.float32(0),
+    }
+    state, value = model.step(state, ids)
+    return state, value + lax.platform_dependent(**more)
+
+  train = model._replace(step=step)
+  estimator = Estimator(train, platform=platform)
+  [compiled] = compare(train, {'data': DATA}, 'v5e:2x4')
+  assert_alike(estimator.estimate(DATA, 'v5e:2x4'), compiled)
+  estimated = estimator.estimate(DATA, 'v5e:2x4', partition=False)
+  assert estimated.source == 'estimated' and TPU_DOUBT in estimated.doubts
+
+
+def in_groups(axis_name):
+  """All pairs of the examples of a group, among which a step computes on its own, and a mean over groups."""
+
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((64, 128)), ('embed', 'mlp')), 'step': 0}
+
+  def step(state, x):
+    def loss(w):
+      z = spmd.with_logical_constraint(
+        jnp.tanh(x @ w), ('batch', 'mlp') if axis_name != 'batch' else (None, 'mlp')
+      )
+      return jnp.mean(jax.nn.logsumexp(z @ z[::-1].T, -1))
+
+    value, gradient = jax.value_and_grad(loss)(state['w'].unbox())
+    gradient, value = lax.pmean((gradient, value), axis_name)
+    return {
+      'w': state['w'].replace_boxed(state['w'].unbox() - 0.1 * gradient),
+      'step': state['step'] + 1,
+    }, value
+
+  return TrainStep(step, create, jax.ShapeDtypeStruct((64, 64), jnp.float32), axis_name=axis_name)
+
+
+GROUPED = {
+  'all': ({'a': 8}, (('batch', 'a'),)),
+  'sharded weights': ({'a': 4, 'b': 2}, (('batch', 'a'), ('mlp', 'b'))),
+  'over two axes': ({'a': 2, 'b': 2, 'c': 2}, (('batch', ('a', 'c')), ('embed', 'b'))),
+  'fsdp': ({'a': 2, 'b': 4}, (('batch', 'a'), ('embed', 'a'))),
+  'none': ({'a': 2, 'b': 4}, (('embed', 'b'),)),
+}
+
+
+@pytest.mark.usefixtures('gpu_compiler')
+@pytest.mark.parametrize('axis_name', ['batch', 'a'])
+@pytest.mark.parametrize('of_layout', [False, True])
+def test_a_step_with_an_axis_name_computes_the_parts_of_its_layout(whole_steps, axis_name, of_layout):
+  """The parts are as many as the layout's groups of devices, and so the work depends on the layout."""
+  train = in_groups(axis_name)
+  given = (lambda layout: train) if of_layout else train
+  layouts = {
+    name: spmd.Layout(spmd.abstract_mesh(mesh), rules) for name, (mesh, rules) in GROUPED.items()
+  }
+  estimator = Estimator(given)
+  for compiled in compare(given, layouts, 'h100:8'):
+    layout = layouts[compiled.name]
+    assert_alike(estimator.estimate(layout, 'h100:8'), compiled, memory=0.07)
+    if axis_name == 'batch' and compiled.name != 'none':  # there, XLA gathers a weight for a product
+      estimated = estimator.estimate(layout, 'h100:8', partition=False)
+      assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01), compiled.name
+
+
+@pytest.mark.usefixtures('gpu_compiler')
+def test_convolutions_of_groups_are_partitioned_and_else_in_doubt(whole_steps):
+  """Their gradients are in a shard_map, one kernel for each group."""
+
+  def step(state, x):
+    def loss(w):
+      y = lax.conv_general_dilated(x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+      return jnp.mean(jnp.tanh(y - x[::-1]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state)
+    gradient, value = lax.pmean((gradient, value), 'batch')
+    return state - 0.1 * gradient, value
+
+  x = jax.ShapeDtypeStruct((16, 8, 8, 4), jnp.float32)
+  train = TrainStep(step, lambda: jnp.ones((3, 3, 4, 4)), x, axis_name='batch')
+  estimator = Estimator(train)
+  for _ in range(2):
+    [compiled] = compare(train, {'data': DATA}, 'h100:8')
+    assert_alike(estimator.estimate(DATA, 'h100:8'), compiled, memory=0.07)
+    estimated = estimator.estimate(DATA, 'h100:8', partition=False)
+    assert estimated.doubts[0] == (
+      "axis_name 'batch': the 8 parts of the batch are computed apart, and estimated as one, since their convolutions are "
+      'in a shard_map'
+    )
+  alone = estimator.estimate(DATA.replace(rules=()), 'h100:8', partition=False)
+  assert not any('parts of the batch' in one for one in alone.doubts)
+
+
+@pytest.mark.parametrize('of_layout', [False, True])
+def test_a_batch_that_groups_do_not_divide_is_a_layout_error(whole_steps, of_layout):
+  train = in_groups('batch')._replace(batch=jax.ShapeDtypeStruct((12, 64), jnp.float32), placements=())
+  estimator = Estimator((lambda layout: train) if of_layout else train)
+  assert estimator.estimate(DATA.replace(mesh=spmd.abstract_mesh({'a': 4})), 'h100:4', partition=False)
+  with pytest.raises(spmd.errors.LayoutError, match='12'):
+    estimator.estimate(DATA, 'h100:8', partition=False)
 
 
 @pytest.mark.usefixtures('gpu_compiler')
@@ -154,7 +262,6 @@ def test_a_step_is_not_partitioned_where_that_is_not_asked_for(whole_steps, monk
   monkeypatch.setattr(estimator_module, 'partitioned_step', None)
   layout = next(iter(random_layouts(1, 5).values()))
   assert Estimator(transformer()).estimate(layout, 'h100:8', partition=False).source == 'estimated'
-  assert Estimator(transformer()).estimate(layout, 'v5e:2x4').source == 'estimated'  # lowered for GPUs
   monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: False)
   assert Estimator(transformer()).estimate(layout, 'h100:8').source == 'estimated'
 

@@ -182,6 +182,16 @@ def test_a_view_is_refused_where_devices_are_absent():
     abstract.jit(lambda x: constrained(x, view, 'rows')).trace(X)
 
 
+def test_a_mesh_of_one_device_is_described_with_its_axes():
+  layout = spmd.Layout(spmd.make_mesh({'data': 1, 'model': 1}, devices=jax.devices()[:1]))
+  with pytest.raises(MeshError) as error:
+    layout.jit(lambda x: jax.device_put(x, NamedSharding(OTHER, P())))(jnp.ones(X.shape))
+  assert without_lines(error) == (
+    "The device_put P() at foreign_meshes_test.py:N is on the mesh {'data': 2, 'model': 4}; the layout's mesh is "
+    "{'data': 1, 'model': 1}." + FIX
+  )
+
+
 def test_the_same_devices_in_another_order_are_another_mesh():
   turned = Mesh(LAYOUT.mesh.devices[::-1], ('data', 'model'))
   with pytest.raises(MeshError) as error:

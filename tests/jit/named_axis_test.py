@@ -440,3 +440,29 @@ def test_parts_of_an_axis_are_refused():
     f'axis_index_groups is not supported under axis_name, but named_axis_test.py:{line} uses it.\n'
     'Fix: omit it, to reduce over the whole axis.'
   )
+
+
+@pytest.mark.parametrize('wrap', [lambda fn: fn, lambda fn: functools.partial(fn, 1.0)])
+@pytest.mark.parametrize('way', ['jit', 'pipeline_jit', 'TrainStep'])
+def test_a_function_of_pmap_is_an_error_with_the_function_to_pass(way, wrap):
+  def step(state, x):
+    return state, jax.lax.pmean(jnp.mean(x), 'batch')
+
+  layout = spmd.Layout({'data': 8}, (('batch', 'data'),))
+  mapped = wrap(jax.pmap(step, axis_name='batch', donate_argnums=0))
+  train = spmd.explore.TrainStep(
+    mapped, lambda: jnp.ones(8), jax.ShapeDtypeStruct((8,), jnp.float32), axis_name='batch'
+  )
+  run = {
+    'jit': lambda: layout.jit(mapped, axis_name='batch'),
+    'pipeline_jit': lambda: layout.pipeline_jit(mapped),
+  }
+  with pytest.raises(spmd.errors.LayoutError) as error:
+    run.get(way, lambda: train.jitted(layout))()
+  assert str(error.value) == (
+    'step is a function of jax.pmap, which has a dimension of devices on every argument.\n'
+    'Fix: pass the function itself, step.__wrapped__, with axis_name and in_axes as of jax.pmap, and arguments '
+    'without this dimension.'
+  )
+  state, mean = layout.jit(step, axis_name='batch')(jnp.ones(8), jnp.arange(8.0))
+  assert mean == 3.5 and (state == 1).all()

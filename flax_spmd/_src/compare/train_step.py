@@ -63,16 +63,25 @@ class TrainStep(NamedTuple):
 
   def jitted(self, layout: Layout, *, donate: bool = False) -> Jitted[..., Any]:
     """The step under a layout. Where no rule gives its axis name mesh axes, the batch is one part."""
-    name = self.axis_name
-    if name is not None and name not in layout.rules.by_name and name not in layout.mesh.axis_names:
-      layout = layout.replace(rules=(*layout.rules, (name, None)))
-    return layout.jit(
+    return self.with_axis(layout).jit(
       self.step,
       axis_name=self.axis_name,
       in_axes=self.in_axes,
       out_axes=self.out_axes,
       donate_argnums=0 if donate and self.donate else None,
     )
+
+  def with_axis(self, layout: Layout, *, of_mesh: bool = False) -> Layout:
+    """A layout with a rule for the step's axis name, if it needs one.
+
+    Args:
+      layout: the layout.
+      of_mesh: whether a name that is an axis of the mesh needs a rule, too.
+    """
+    name, axes = self.axis_name, layout.mesh.axis_names
+    if name is None or name in layout.rules.by_name or (name in axes and not of_mesh):
+      return layout
+    return layout.replace(rules=((name, name if name in axes else None), *layout.rules))
 
 
 TrainStepLike = TrainStep | Callable[[Layout], TrainStep]

@@ -22,6 +22,7 @@ Where doubts remain, the estimate carries them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
+from flax_spmd._src.jit.named_axis import number_of_groups
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -55,7 +57,7 @@ from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import size_text
 from flax_spmd._src.tree_paths import path_string
-from flax_spmd.errors import TargetDeviceError, raise_problems
+from flax_spmd.errors import EstimatorError, TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
@@ -64,6 +66,10 @@ _MEMORY_ERROR = {ESTIMATED: 0.12, PARTITIONED: 0.07}  # relative error of the pe
 TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
+)
+_GROUPS_DOUBT = (
+  'axis_name {name!r}: the {groups} parts of the batch are computed apart, and estimated as one, since their '
+  'convolutions are in a shard_map'
 )
 _PROGRAMS = 16  # that are remembered, each with other equal operations merged
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
@@ -106,16 +112,21 @@ class Estimator:
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
     mlir.check_jaxlib()
-    self._given = train_step
-    self._lowering = lower_on_names(train_step, platform)
+    self._given, self._platform = train_step, platform
+    self._lower(1)
+    self._by_groups = {1: self}
+
+  def _lower(self, groups: int) -> None:
+    self._groups = groups
+    self._lowering = lower_on_names(self._given, self._platform, groups)
     self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._program = _AnalyzedStep(self._lowering, platform)
+    self._program = _AnalyzedStep(self._lowering, self._platform)
     constrained = self._lowering.with_batch
-    self._with_batch = constrained and _AnalyzedStep(constrained, platform, True)
+    self._with_batch = constrained and _AnalyzedStep(constrained, self._platform, True)
     self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
@@ -144,11 +155,11 @@ class Estimator:
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout.
 
-    If the target's compiler is installed (the extra `cuda` or `tpu`) and the step is lowered for its platform, that
-    compiler partitions the step, fuses and schedules its operations, and assigns its buffers, in a process of its own that
-    starts with the first one. FLOPs and collectives are then exact, and memory is that of the compiled step; for GPUs within a
-    few percent if it has a softmax: to fuse that into one kernel takes most of a compilation, so it is done only where a
-    softmax can decide the memory.
+    If the target's compiler is installed (the extra `cuda` or `tpu`), it partitions the step, fuses and schedules its
+    operations, and assigns its buffers, in a process of its own that starts with the first one. FLOPs and collectives are
+    then exact, and memory is that of the compiled step; for GPUs within a few percent if it has a softmax: to fuse that into
+    one kernel takes most of a compilation, so it is done only where a softmax can decide the memory. A step that was lowered
+    for another platform is lowered again for each estimate.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
@@ -171,6 +182,31 @@ class Estimator:
         f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
+    abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
+    number = self._groups_under(layout)
+    return self._of_groups(number)._estimate(layout, target, partition, number)
+
+  def _groups_under(self, layout: Layout) -> int:
+    """The layout's number of groups along the step's axis name; 1 without such a name."""
+    name = self._train_step.axis_name
+    if name is None:
+      return 1
+    bound = self._train_step.with_axis(layout)
+    return number_of_groups(name, bound.mesh, bound.rules)
+
+  def _of_groups(self, number: int) -> Estimator:
+    """The estimator of the program for a number of groups; of one group, if that program cannot be estimated."""
+    if number not in self._by_groups:
+      other = copy.copy(self)
+      try:
+        other._lower(number)
+      except EstimatorError:
+        other = self._by_groups[1]
+      self._by_groups[number] = other
+    return self._by_groups[number]
+
+  def _estimate(self, layout: Layout, target: Target, partition: bool, groups: int) -> Outcome:
+    sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
     arrays = jax.tree.leaves((self._lowering.state, batch))
     shardings = [
@@ -181,7 +217,8 @@ class Estimator:
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
     lowered = lambda: lower(self._given, layout, target).code
-    costs = program.costs(layout, shardings, target, lowered if partition else None)
+    bound = self._train_step.with_axis(layout, of_mesh=True)
+    costs = program.costs(bound, shardings, target, lowered if partition else None)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
@@ -197,6 +234,8 @@ class Estimator:
     source = PARTITIONED if is_partitioned else ESTIMATED
     is_guess = target.chip.platform == 'tpu' and not is_partitioned
     doubts = (TPU_DOUBT, *costs.doubts) if is_guess else costs.doubts
+    if groups != self._groups and not is_partitioned:
+      doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
       '',
       layout,
@@ -251,7 +290,8 @@ class _AnalyzedStep:
 
   def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
     self.used, self.is_automatic, self._platform = lowering.used, is_automatic, platform
-    self._code = lowering.code
+    # groups of an axis name take their axes from constraints inside
+    self._has_all = lowering.train_step.axis_name is None and PLACEHOLDER.encode() not in lowering.code
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
     self._equal = EqualOperations(self.module.graph)
@@ -294,9 +334,9 @@ class _AnalyzedStep:
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     is_able, partitioned = can_partition(platform), None
-    if is_able and lowered and platform == self._platform:
-      is_on_host = any(sharding.memory_kind == HOST_MEMORY for sharding in shardings)
-      is_whole = PLACEHOLDER.encode() not in self._code and not is_on_host
+    if is_able and lowered:
+      is_here = all(sharding.memory_kind != HOST_MEMORY for sharding in shardings)
+      is_whole = platform == self._platform and is_here and self._has_all
       code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
       partitioned = partitioned_step(code, sizes, target)
     if partitioned and not partitioned.counts.opaque:

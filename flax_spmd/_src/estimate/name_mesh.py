@@ -45,6 +45,11 @@ _OWN_AXES = (
   'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
   'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
 )
+_AXES_OF_BATCH = (
+  'The placements of the batch have mesh axes, so its logical names alone do not decide its layout.\n'
+  "Fix: give its dimensions logical names, such as ('batch', None), or choose the layouts, and compile them with "
+  'spmd.compare.'
+)
 _SPARE_AXIS = '_'  # of size 2, and without rules: JAX drops all shardings on a mesh of one device
 
 
@@ -95,12 +100,14 @@ class NamedLowering(NamedTuple):
     return batch_leaves(dynamic, returned, self.jaxpr, layout.mesh, layout.rules)
 
 
-def lower_on_names(train_step: TrainStepLike, platform: str) -> NamedLowering:
+def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) -> NamedLowering:
   """Traces a step to record its logical names, and lowers it on a mesh of these names.
 
   Args:
     train_step: the step and its arguments, or a function from a layout to it.
     platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
+    groups: number of parts of the batch that a step with an axis name computes apart. The axis of that name has this
+      size.
 
   Raises:
     EstimatorError: the step or the state uses mesh axes.
@@ -109,21 +116,20 @@ def lower_on_names(train_step: TrainStepLike, platform: str) -> NamedLowering:
   """
   with target_devices(platform):
     if isinstance(train_step, TrainStep):
-      return _lowered(train_step, platform)
+      return _lowered(train_step, platform, groups)
     try:
-      return _lowered(train_step, platform)
-    except EstimatorError:
-      raise
+      return _lowered(train_step, platform, groups)
     except Exception as error:  # a true error of the step is raised again when it is compiled
+      if groups > 1 or isinstance(error, EstimatorError):  # with one group, the model was built
+        raise
       text = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
       raise EstimatorError(_OF_A_MESH.format(error=text)) from error
 
 
-def _lowered(train_step: TrainStepLike, platform: str) -> NamedLowering:
-  names = sorted(_names_of(train_step))
-  layout = Layout(
-    abstract_mesh(dict.fromkeys(names, 1) | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in names))
-  )
+def _lowered(train_step: TrainStepLike, platform: str, groups: int) -> NamedLowering:
+  names, axis_name = _names_of(train_step)
+  sizes = {name: groups if name == axis_name else 1 for name in sorted(names)}
+  layout = Layout(abstract_mesh(sizes | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in sizes)))
   lowered = _lowered_on(layout, train_step_on(layout, train_step), platform)
   found = _batch_of(lowered)
   if found is None:
@@ -159,8 +165,8 @@ def _with_batch(train_step: TrainStep, found: BatchLeaves, layout: Layout) -> Tr
   return train_step._replace(step=step)
 
 
-def _names_of(train_step: TrainStepLike) -> set[str]:
-  """The logical names of a step's state, batch and constraints."""
+def _names_of(train_step: TrainStepLike) -> tuple[set[str], str | None]:
+  """The logical names of a step's state, batch and constraints, and its axis name, which is among them."""
   # a rule unlike all others, as `record_names` requires
   layout = Layout(abstract_mesh({_SPARE_AXIS: 2}), Rules((uuid.uuid4().hex, None)))
   train_step = train_step_on(layout, train_step)
@@ -172,9 +178,13 @@ def _names_of(train_step: TrainStepLike) -> set[str]:
       in_names = ' of names ' in str(error)  # else in a constraint of the model
       raise EstimatorError(_OWN_AXES if in_names else _OWN_MESH) from error
     try:
-      jitted.trace(state, abstract_batch(train_step, layout))
+      batch = abstract_batch(train_step, layout)
+    except MeshAxisError as error:
+      raise EstimatorError(_AXES_OF_BATCH) from error
+    try:
+      jitted.trace(state, batch)
     except ValueError as error:  # a true error of the step is raised again when it is compiled
       if 'mesh' in str(error) or 'shard_map' in str(error):
         raise EstimatorError(_OWN_MESH) from error
       raise
-  return names
+  return names, train_step.axis_name

@@ -110,7 +110,7 @@ def _problem(kind: str, spec: Any, line: str, other: MeshLike, mesh: MeshLike, o
   difference = _difference(other, mesh) if sizes == others else ''
   idle = [axis for axis in sizes if sizes[axis] == others.get(axis, 1) == 1]
   one, two = (
-    {axis: size for axis, size in each.items() if axis not in idle} for each in (others, sizes)
+    {axis: size for axis, size in each.items() if axis not in idle} or each for each in (others, sizes)
   )
   return Problem(
     f'The {kind}{spec} at {line} is on the mesh {one}{difference}; {owner} is {two}.', _FIX, MeshError

@@ -160,6 +160,16 @@ class NamedAxis(NamedTuple):
     )
 
 
+def number_of_groups(name: str, mesh: MeshLike, rules: Rules) -> int:
+  """The number of groups of devices along an axis name, and so the number of parts of a batch.
+
+  Raises:
+    MeshError: the mesh has Explicit axes.
+    UnmatchedNameError: the name has no rule, and is no axis of the mesh.
+  """
+  return _Groups.of(name, mesh, rules).number
+
+
 class _Groups(NamedTuple):
   """The groups of devices along an axis.
 

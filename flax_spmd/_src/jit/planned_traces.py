@@ -25,6 +25,7 @@ from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.required_shardings import LeafShardings
+from flax_spmd._src.jit.resource_meshes import warn_of_unseen_mesh
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike
@@ -156,6 +157,7 @@ class TracedFunction:
     with (
       trace_scope(dataclasses.replace(self._in_force, stored=stored)),
       warn_of_unused_annotations(self._fn, self.reported),
+      warn_of_unseen_mesh(self._fn, self.reported),
     ):
       return self._fn(*args, **kwargs)
 
