@@ -194,6 +194,28 @@ def test_gradients_of_two_calls(schedule, interleaved):
   check(step, PARAMS, X, Y)
 
 
+def test_gradients_of_two_models(schedule):
+  """The ends of the second one, which has a branch more, are counted on after the first backward."""
+
+  def branched(params, x, y):
+    x = stage_end(jnp.tanh(x @ params['w0'])) + stage_end(jnp.sin(x @ params['w0']))
+    for i in range(1, STAGES):
+      x = stage_end(jnp.tanh(x @ params[f'w{i}']))
+    return jnp.mean((x - y) ** 2)
+
+  def step(params, *batch):
+    def both(one):
+      (first, grads), (second, others) = (
+        jax.value_and_grad(loss)(params, *one) for loss in (squared, branched)
+      )
+      return first + second, jax.tree.map(jnp.add, grads, others)
+
+    value, grads = accumulate(both, batch, schedule, Mean)
+    return descend(params, grads), value
+
+  check(step, PARAMS, X, Y)
+
+
 def test_two_stages_of_a_model_called_twice():
   """Two ends, one for each call, are one end of two stages; two ends on two lines are two stages."""
   devices = jax.devices()[:2]

@@ -322,7 +322,8 @@ class TracedPipelineStep:
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   """Per stage, its rank, for a function without a loop and a schedule."""
-  ends = stage_assignment.ends_in_sequence(loop.body.equations)
+  equations = loop.body.equations
+  ends = stage_assignment.in_sequence(equations, stage_assignment.ends_among(equations))
   counts = len(ends), len({*ends.values()})  # of all calls of the model, or of one
   stages = next((n for count in counts for n in (count + 1, count) if n % ranks == 0), None)
   if not stages:

@@ -17,7 +17,7 @@ from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, paired
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, in_sequence, paired
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
 from flax_spmd.errors import PipelineError
 
@@ -34,8 +34,8 @@ def with_ends(body: Body, stages: int) -> Body:
   Raises:
     PipelineError: the body has fewer points where a stage may end.
   """
-  marks = _usable_marks(paired(body.equations, may_end_p))
-  count = sum(direction == 'forward' for direction, _ in marks.values())
+  marks = _of_one_call(body, _usable_marks(paired(body.equations, may_end_p)), stages)
+  count = len({number for _, number in marks.values()})
   if count < stages - 1:
     raise PipelineError(
       f'stages={stages}, but the model has {count} points where a stage may end: after each Linen module '
@@ -74,6 +74,22 @@ def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tupl
     for one, (direction, number) in marks.items()
     if number in usable
   }
+
+
+def _of_one_call(
+  body: Body, marks: dict[Equation, tuple[str, int]], stages: int
+) -> dict[Equation, tuple[str, int]]:
+  """The marks of a model that is called several times, numbered as in one call: the calls share the stages.
+
+  Calls have marks of the same lines, and the first mark of a call depends on none of another. If one call has fewer
+  points where a stage may end than are needed, the marks stay as they are.
+  """
+  forward = [one for one, (direction, _) in marks.items() if direction == 'forward']
+  ends = in_sequence(body.equations, forward)
+  each = [(one.source_line, before) for one, before in ends.items()]
+  counts = [n for n in range(max(stages - 1, 1), len(each)) if len(each) % n == 0]
+  count = next((n for n in counts if each == each[:n] * (len(each) // n)), max(len(each), 1))
+  return {one: (direction, number % count) for one, (direction, number) in marks.items()}
 
 
 def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[int]:

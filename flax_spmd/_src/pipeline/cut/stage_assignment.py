@@ -9,6 +9,7 @@ mark (casts of parameters, masks, position embeddings) gets the position of its 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -133,7 +134,7 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> StageAs
   """
   check_outside(body.equations)
   marks = paired(body.equations, stage_end_p)
-  ends = _joined(ends_in_sequence(body.equations), stages)
+  ends = _joined(in_sequence(body.equations, ends_among(body.equations)), stages)
   _check_count(len({*ends}), stages, title, body)
   marks = {one: (direction, ends[number]) for one, (direction, number) in marks.items()}
   backward = any(direction == 'backward' for direction, _ in marks.values())
@@ -153,14 +154,14 @@ def ends_among(equations: Sequence[Equation]) -> list[Equation]:
   ]
 
 
-def ends_in_sequence(equations: Sequence[Equation]) -> dict[Equation, int]:
-  """The stage ends in the forward pass, each with the number of ends before it, one after another."""
+def in_sequence(equations: Sequence[Equation], forward: Sequence[Equation]) -> dict[Equation, int]:
+  """The marks in the forward pass, each with the number of marks before it, one after another."""
   before: dict[Value, int] = {}
   ends: dict[Equation, int] = {}
-  live = set(ends_among(equations))
+  marks = set(forward)
   for one in equations:
     count = max((before.get(value, 0) for value in one.values), default=0)
-    if one in live:
+    if one in marks:
       ends[one] = count
       count += 1
     before.update(dict.fromkeys(one.outputs, count))
@@ -189,6 +190,7 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
   """
   forward: dict[int, list[int]] = defaultdict(list)
   marks: dict[Equation, tuple[str, int]] = {}
+  indices = itertools.count()
   for equation in equations:
     if equation.primitive is not primitive:
       continue
@@ -199,7 +201,7 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
         'pipeline runs reverse mode only.\nFix: take gradients by jax.grad or jax.value_and_grad.'
       )
     if direction == 'forward':
-      marks[equation] = direction, sum(map(len, forward.values()))
+      marks[equation] = direction, next(indices)
       forward[number].append(marks[equation][1])
       continue
     if not forward[number]:
@@ -256,7 +258,7 @@ def _named_line(equation: Equation) -> str:
 def _check_count(count: int, stages: int, title: str, body: Body) -> None:
   if count in (stages, stages - 1):
     return
-  ends = ends_in_sequence(body.equations)
+  ends = in_sequence(body.equations, ends_among(body.equations))
   lines = source_lines([*ends])
   idle = f'Stage ends whose results are not used:\n{source_lines(body.idle)}\n' if body.idle else ''
   fixes = ['write x = stage_end(x), and use the new x.'] if body.idle else []
