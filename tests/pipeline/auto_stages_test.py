@@ -95,14 +95,19 @@ def test_equal_blocks_are_divided_equally(block):
   np.testing.assert_allclose(inference(params, X[0]), jax.jit(apply)(params, X[0]), atol=1e-6)
 
 
-@pytest.mark.parametrize('together', [True, False])
-def test_calls_of_a_model_share_the_stages(together):
-  """Two views in one loss, or two losses with gradients of their own."""
-  model = Model((32,) * 8)
+@pytest.mark.parametrize(
+  ('calls', 'block'), [('views', Block), ('losses', Block), ('reference', nn.remat(Block))]
+)
+def test_calls_of_a_model_share_the_stages(calls, block):
+  """Two views in one loss, two losses with gradients of their own, or a model and one that is not trained."""
+  model = Model((32,) * 8, block)
   params = params_of(model)
 
+  reference = jax.tree.map(lambda w: 0.9 * w, params)
+
   def apart(params, x, y):
-    return jnp.mean((model.apply({'params': params}, x) - model.apply({'params': params}, y)) ** 2)
+    other = reference if calls == 'reference' else params
+    return jnp.mean((model.apply({'params': params}, x) - model.apply({'params': other}, y)) ** 2)
 
   def alone(params, x, y):
     return jnp.mean((model.apply({'params': params}, x) - jnp.sin(y)) ** 2)
@@ -110,7 +115,7 @@ def test_calls_of_a_model_share_the_stages(together):
   def step(params, batch):
     def gradients(x):
       views = x, jnp.cos(x)
-      if together:
+      if calls != 'losses':
         return jax.grad(apart)(params, *views)
       return jax.tree.map(
         jnp.add, jax.grad(alone)(params, *views), jax.grad(alone)(params, *views[::-1])

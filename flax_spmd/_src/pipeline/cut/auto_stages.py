@@ -34,8 +34,11 @@ def with_ends(body: Body, stages: int) -> Body:
   Raises:
     PipelineError: the body has fewer points where a stage may end.
   """
-  marks = _of_one_call(body, _usable_marks(paired(body.equations, may_end_p)), stages)
-  count = len({number for _, number in marks.values()})
+  every = paired(body.equations, may_end_p)
+  marks = _usable_marks(_of_one_call(body, every))
+  if _count(marks) < stages - 1:
+    marks = _usable_marks(every)
+  count = _count(marks)
   if count < stages - 1:
     raise PipelineError(
       f'stages={stages}, but the model has {count} points where a stage may end: after each Linen module '
@@ -62,6 +65,11 @@ def with_ends(body: Body, stages: int) -> Body:
   )
 
 
+def _count(marks: Mapping[Equation, tuple[str, int]]) -> int:
+  """The number of points where a stage may end."""
+  return len({number for _, number in marks.values()})
+
+
 def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
   """The marks that occur in the backward pass too, renumbered; all marks if there is no backward pass.
 
@@ -76,20 +84,27 @@ def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tupl
   }
 
 
-def _of_one_call(
-  body: Body, marks: dict[Equation, tuple[str, int]], stages: int
-) -> dict[Equation, tuple[str, int]]:
+def _of_one_call(body: Body, marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
   """The marks of a model that is called several times, numbered as in one call: the calls share the stages.
 
-  Calls have marks of the same lines, and the first mark of a call depends on none of another. If one call has fewer
-  points where a stage may end than are needed, the marks stay as they are.
+  Calls have marks of the same lines, and the first mark of a call depends on none of another. A call without gradients,
+  such as that of a reference, has marks in the forward pass only.
   """
-  forward = [one for one, (direction, _) in marks.items() if direction == 'forward']
-  ends = in_sequence(body.equations, forward)
+  usable = _usable_marks(marks)
+  lines = {one.source_line for one, (direction, _) in usable.items() if direction == 'forward'}
+  forward = {
+    number: one
+    for one, (direction, number) in marks.items()
+    if direction == 'forward' and one.source_line in lines
+  }
+  ends = in_sequence(body.equations, [*forward.values()])
   each = [(one.source_line, before) for one, before in ends.items()]
-  counts = [n for n in range(max(stages - 1, 1), len(each)) if len(each) % n == 0]
+  counts = (n for n in range(1, len(each)) if len(each) % n == 0)
   count = next((n for n in counts if each == each[:n] * (len(each) // n)), max(len(each), 1))
-  return {one: (direction, number % count) for one, (direction, number) in marks.items()}
+  place = {number: at % count for at, number in enumerate(forward)}
+  return {
+    one: (direction, place[number]) for one, (direction, number) in marks.items() if number in place
+  }
 
 
 def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[int]:
