@@ -90,18 +90,13 @@ def _of_one_call(body: Body, marks: dict[Equation, tuple[str, int]]) -> dict[Equ
   Calls have marks of the same lines, and the first mark of a call depends on none of another. A call without gradients,
   such as that of a reference, has marks in the forward pass only.
   """
-  usable = _usable_marks(marks)
-  lines = {one.source_line for one, (direction, _) in usable.items() if direction == 'forward'}
-  forward = {
-    number: one
-    for one, (direction, number) in marks.items()
-    if direction == 'forward' and one.source_line in lines
-  }
-  ends = in_sequence(body.equations, [*forward.values()])
-  each = [(one.source_line, before) for one, before in ends.items()]
+  lines = {one: one.source_line for one, (direction, _) in marks.items() if direction == 'forward'}
+  usable = {lines[one] for one in _usable_marks(marks) if one in lines}
+  forward = [one for one, line in lines.items() if line in usable]
+  each = [(lines[one], before) for one, before in in_sequence(body.equations, forward).items()]
   counts = (n for n in range(1, len(each)) if len(each) % n == 0)
   count = next((n for n in counts if each == each[:n] * (len(each) // n)), max(len(each), 1))
-  place = {number: at % count for at, number in enumerate(forward)}
+  place = {marks[one][1]: at % count for at, one in enumerate(forward)}
   return {
     one: (direction, place[number]) for one, (direction, number) in marks.items() if number in place
   }
