@@ -95,6 +95,43 @@ def test_equal_blocks_are_divided_equally(block):
   np.testing.assert_allclose(inference(params, X[0]), jax.jit(apply)(params, X[0]), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+  ('calls', 'block'), [('views', Block), ('losses', Block), ('reference', nn.remat(Block))]
+)
+def test_calls_of_a_model_share_the_stages(calls, block):
+  """Two views in one loss, two losses with gradients of their own, or a model and one that is not trained."""
+  model = Model((32,) * 8, block)
+  params = params_of(model)
+
+  reference = jax.tree.map(lambda w: 0.9 * w, params)
+
+  def apart(params, x, y):
+    other = reference if calls == 'reference' else params
+    return jnp.mean((model.apply({'params': params}, x) - model.apply({'params': other}, y)) ** 2)
+
+  def alone(params, x, y):
+    return jnp.mean((model.apply({'params': params}, x) - jnp.sin(y)) ** 2)
+
+  def step(params, batch):
+    def gradients(x):
+      views = x, jnp.cos(x)
+      if calls != 'losses':
+        return jax.grad(apart)(params, *views)
+      return jax.tree.map(
+        jnp.add, jax.grad(alone)(params, *views), jax.grad(alone)(params, *views[::-1])
+      )
+
+    grads = accumulate(gradients, batch, OneFOneB(4), Mean)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+  trained = LAYOUT.pipeline_jit(step, stages=4)(params, X)
+  assert ranks_of(trained) == [[0], [0], [1], [1], [2], [2], [3], [3]]
+  expected = jax.jit(step)(params, X)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), trained, expected)
+  inference = LAYOUT.pipeline_jit(apart, stages=4)
+  np.testing.assert_allclose(inference(params, X[0], X[1]), apart(params, X[0], X[1]), atol=1e-6)
+
+
 def test_a_stage_has_few_large_blocks_or_many_small_ones():
   model = Model((256, 64, 64, 64, 64, 256, 256), nn.remat(Block))
   trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)

@@ -128,6 +128,31 @@ def test_too_many_stage_ends():
   )
 
 
+def test_stage_ends_of_several_calls():
+  def shorter(w, x):
+    for stage in range(2):
+      x = stage_end(x @ w[f'w{stage}'])  # of each call
+    return x
+
+  def twice(w, x):
+    return shorter(w, x) * shorter(w, 2 * x)
+
+  assert (
+    refused(lambda w, x: twice(w, x) * shorter(w, 3 * x))
+    == dedent(f"""\
+    The model has 6 stage ends, 2 of them one after another, and OneFOneB(ranks=4) has 4 stages.
+      {at('of each call')}, 6 times
+    Fix: end 3 stages by stage_end (between stages) or 4 (after each), or use a schedule of 2, 3, 6 or 7 stages.""")
+  )
+  assert (
+    text_of(lambda: lower(twice, on=layout(mesh={'stage': 6})))
+    == dedent(f"""\
+    The model has 4 stage ends, 2 of them one after another, and the mesh axis 'stage' has size 6.
+      {at('of each call')}, 4 times
+    Fix: end 5 stages by stage_end (between stages) or 6 (after each); or 11 or 12 for two stages on each rank, and so on.""")
+  )
+
+
 def test_no_stage_ends():
   assert refused(lambda w, x: x @ w['w0']) == dedent("""\
     The model has no stage ends, and OneFOneB(ranks=4) has 4 stages.

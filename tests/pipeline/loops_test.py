@@ -344,6 +344,12 @@ def test_evaluation_without_an_end():
   check_once(lambda params, x: mlp(params, x, STAGES - 1), PARAMS, X[0])
 
 
+@pytest.mark.parametrize('ends', [STAGES, STAGES - 1])
+def test_evaluation_of_a_model_called_twice(ends):
+  """Its calls have stages of their own if there are ends for that; otherwise they pass through the same."""
+  check_once(lambda params, x, y: mlp(params, x, ends) - mlp(params, y, ends), PARAMS, X[0], Y[0])
+
+
 def test_evaluation_in_a_loop(schedule):
   def evaluate(params, x, y):
     def fn(one):

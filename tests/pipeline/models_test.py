@@ -9,11 +9,14 @@ import optax
 import pytest
 from jax import lax
 
+import flax_spmd as spmd
 from flax_spmd.pipeline import (
   Add,
   Concat,
   GPipe,
+  Interleaved1F1B,
   Mean,
+  OneFOneB,
   accumulate,
   stage_end,
 )
@@ -130,6 +133,120 @@ def test_parallel_branches(schedule):
     return jnp.mean((stage_end(jnp.tanh(third @ params['w3'])) - y) ** 2)
 
   check(training(loss, schedule), PARAMS, X, Y)
+
+
+@jax.jit
+def cached_layer(w, x):
+  return stage_end(jnp.tanh(x @ w))
+
+
+def cached_mlp(params, x):
+  """A model whose marks have one number, as its layers are traced once."""
+  for i in range(STAGES):
+    x = cached_layer(params[f'w{i}'], x)
+  return x
+
+
+CALLED_TWICE = {
+  'views': lambda p, other, x, y: jnp.mean((mlp(p, x) - mlp(p, y)) ** 2),
+  'views without a last end': lambda p, other, x, y: jnp.mean(
+    (mlp(p, x, STAGES - 1) - mlp(p, y, STAGES - 1)) ** 2
+  ),
+  'cached': lambda p, other, x, y: jnp.mean((cached_mlp(p, x) - cached_mlp(p, y)) ** 2),
+  'reference': lambda p, other, x, y: jnp.mean(jax.nn.softplus(mlp(other, x) - mlp(p, x)) * y),
+  'three calls': lambda p, other, x, y: jnp.mean(mlp(p, x) * mlp(p, y) * mlp(p, x + y)),
+}
+
+
+@pytest.mark.parametrize('name', CALLED_TWICE)
+def test_model_called_twice(schedule, name):
+  """Its calls pass through the stages together: every weight is on the rank of its layer, and only there."""
+  other = jax.tree.map(lambda w: 0.9 * w, PARAMS)
+
+  def loss(params, x, y):
+    return CALLED_TWICE[name](params, other, x, y)
+
+  params, _ = check(training(loss, schedule), PARAMS, X, Y)
+  mesh = LAYOUT.mesh.devices.reshape(STAGES, -1)
+  assert [params[f'w{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
+
+
+@pytest.mark.parametrize('interleaved', [False, True])
+def test_gradients_of_two_calls(schedule, interleaved):
+  """The second forward is before the first backward, or after it."""
+
+  def pulled(params, x, y):
+    if not interleaved:
+      return jax.value_and_grad(squared)(params, x, y)
+    value, pull = jax.vjp(lambda params: squared(params, x, y), params)
+    return value, pull
+
+  def step(params, *batch):
+    def both(one):
+      (first, one_pull), (second, other_pull) = pulled(params, *one), pulled(params, *one[::-1])
+      if interleaved:
+        [one_pull], [other_pull] = one_pull(jnp.ones_like(first)), other_pull(jnp.ones_like(second))
+      return first + second, jax.tree.map(jnp.add, one_pull, other_pull)
+
+    value, grads = accumulate(both, batch, schedule, Mean)
+    return descend(params, grads), value
+
+  check(step, PARAMS, X, Y)
+
+
+def test_gradients_of_two_models(schedule):
+  """The ends of the second one, which has a branch more, are counted on after the first backward."""
+
+  def branched(params, x, y):
+    x = stage_end(jnp.tanh(x @ params['w0'])) + stage_end(jnp.sin(x @ params['w0']))
+    for i in range(1, STAGES):
+      x = stage_end(jnp.tanh(x @ params[f'w{i}']))
+    return jnp.mean((x - y) ** 2)
+
+  def step(params, *batch):
+    def both(one):
+      (first, grads), (second, others) = (
+        jax.value_and_grad(loss)(params, *one) for loss in (squared, branched)
+      )
+      return first + second, jax.tree.map(jnp.add, grads, others)
+
+    value, grads = accumulate(both, batch, schedule, Mean)
+    return descend(params, grads), value
+
+  check(step, PARAMS, X, Y)
+
+
+def test_two_stages_of_a_model_called_twice():
+  """Two ends, one for each call, are one end of two stages; two ends on two lines are two stages."""
+  devices = jax.devices()[:2]
+  layout = spmd.Layout(spmd.make_mesh({'stage': 2}, devices=devices), ())
+  params = {f'w{i}': PARAMS[f'w{i}'] for i in range(2)}
+
+  def net(params, x):
+    return stage_end(jnp.tanh(x @ params['w0'])) @ params['w1']
+
+  def twice(params, x, y):
+    return jnp.mean((net(params, x) - net(params, y)) ** 2)
+
+  def towers(params, x, y):
+    first = stage_end(jnp.tanh(x @ params['w0']))
+    second = stage_end(jnp.tanh(y @ params['w1']))
+    return jnp.mean((first - second) ** 2)
+
+  for loss in (twice, towers):
+    result, _ = check(training(loss, OneFOneB(2)), params, X, Y, layout=layout)
+    assert [result[f'w{i}'].devices() for i in range(2)] == [{one} for one in devices]
+
+
+def test_model_called_on_its_own_result():
+  """Ends one after another are stages of their own; those with shared weights are on one rank."""
+
+  def loss(params, x, y):
+    return jnp.mean((mlp(params, mlp(params, x)) - y) ** 2)
+
+  params, _ = check(training(loss, Interleaved1F1B(STAGES, 2)), PARAMS, X, Y)
+  mesh = LAYOUT.mesh.devices.reshape(STAGES, -1)
+  assert [params[f'w{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
 
 
 def test_mark_inside_jit(schedule):

@@ -227,8 +227,11 @@ OPTIMIZERS = [
 ]
 
 
-def random_step(rng, schedule, microbatches, split):
-  """A step of `(params, optimizer state, average of the parameters)` on a batch, and its optimizer."""
+def random_step(rng, schedule, microbatches, split, second):
+  """A step of `(params, optimizer state, average of the parameters)` on a batch, and its optimizer.
+
+  `second` is a second call of the model on every microbatch: by the 'same' parameters, by their 'average', or None.
+  """
   loss, tx = random_model(rng, schedule.stages), OPTIMIZERS[rng.integers(len(OPTIMIZERS))]()
   total = (pp.Mean, pp.Add)[rng.integers(2)]
   rows = (pp.Stack(), pp.Concat(), pp.Stack(axis=1))[rng.integers(3)]
@@ -246,6 +249,10 @@ def random_step(rng, schedule, microbatches, split):
 
       def weighted(params):
         value, beside = loss(params, x, tokens, targets, index, keyed)
+        if second:
+          others = params if second == 'same' else average
+          reverse, other = loss(others, x[::-1], tokens, targets, index, jax.random.fold_in(keyed, 1))
+          value += 0.5 * reverse + jnp.mean((beside['logits'] - other['logits']) ** 2)
         return value / weight, beside | {'weight': weight}
 
       result, grads = jax.value_and_grad(weighted, has_aux=True)(params)
@@ -296,13 +303,16 @@ def random_case(seed, devices=None):
   supported = [number for number in range(1, 13) if schedule.supports(number)]
   microbatches = int(rng.choice(supported))
   split = microbatches if rng.integers(2) else None
-  step, tx = random_step(rng, schedule, microbatches, split)
+  second = np.random.default_rng((seed, 1)).choice([None, None, 'same', 'average'])
+  step, tx = random_step(rng, schedule, microbatches, split, second)
   inside = 2 if schedule.ranks <= 4 and rng.integers(2) else 1
   devices = (jax.devices() if devices is None else devices)[: schedule.ranks * inside]
   mesh = spmd.make_mesh({'stage': schedule.ranks, 'data': inside}, devices=devices)
   options = {'threads': bool(rng.integers(2))} | ({'donate_argnums': 0} if rng.integers(2) else {})
   options |= {'host_after': int(rng.integers(1, 4))} if rng.integers(2) else {}
-  print(f'seed {seed}: {schedule}, {microbatches} microbatches, {dict(mesh.shape)}, {options}')
+  print(
+    f'seed {seed}: {schedule}, {microbatches} microbatches, {dict(mesh.shape)}, {options}, second={second}'
+  )
   params = jax.tree.map(jnp.asarray, random_params(rng, schedule.stages))
   batch, key = random_batch(rng, microbatches, split), jax.random.key(seed)
   rows = ('batch',) if split else (None, 'batch')

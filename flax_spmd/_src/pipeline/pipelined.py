@@ -322,12 +322,14 @@ class TracedPipelineStep:
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   """Per stage, its rank, for a function without a loop and a schedule."""
-  marks = stage_assignment.ends_among(loop.body.equations)
-  stages = next((n for n in (len(marks) + 1, len(marks)) if n % ranks == 0), None)
+  equations = loop.body.equations
+  ends = stage_assignment.in_sequence(equations, stage_assignment.ends_among(equations))
+  counts = len(ends), len({*ends.values()})  # of all calls of the model, or of one
+  stages = next((n for count in counts for n in (count + 1, count) if n % ranks == 0), None)
   if not stages:
     raise PipelineError(
-      f'The model has {stage_assignment.ends_text(len(marks))}, and the mesh axis {axis!r} has size {ranks}.\n'
-      f'{stage_assignment.source_lines(marks)}\n'
+      f'The model has {stage_assignment.ends_text(ends)}, and the mesh axis {axis!r} has size {ranks}.\n'
+      f'{stage_assignment.source_lines([*ends])}\n'
       f'Fix: end {ranks - 1} stages by stage_end (between stages) or {ranks} (after each); or '
       f'{2 * ranks - 1} or {2 * ranks} for two stages on each rank, and so on.'
     )

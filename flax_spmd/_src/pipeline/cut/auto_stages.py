@@ -17,7 +17,7 @@ from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, paired
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, in_sequence, paired
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
 from flax_spmd.errors import PipelineError
 
@@ -34,8 +34,11 @@ def with_ends(body: Body, stages: int) -> Body:
   Raises:
     PipelineError: the body has fewer points where a stage may end.
   """
-  marks = _usable_marks(paired(body.equations, may_end_p))
-  count = sum(direction == 'forward' for direction, _ in marks.values())
+  every = paired(body.equations, may_end_p)
+  marks = _usable_marks(_of_one_call(body, every))
+  if _count(marks) < stages - 1:
+    marks = _usable_marks(every)
+  count = _count(marks)
   if count < stages - 1:
     raise PipelineError(
       f'stages={stages}, but the model has {count} points where a stage may end: after each Linen module '
@@ -62,6 +65,11 @@ def with_ends(body: Body, stages: int) -> Body:
   )
 
 
+def _count(marks: Mapping[Equation, tuple[str, int]]) -> int:
+  """The number of points where a stage may end."""
+  return len({number for _, number in marks.values()})
+
+
 def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
   """The marks that occur in the backward pass too, renumbered; all marks if there is no backward pass.
 
@@ -73,6 +81,24 @@ def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tupl
     one: (direction, usable.index(number))
     for one, (direction, number) in marks.items()
     if number in usable
+  }
+
+
+def _of_one_call(body: Body, marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
+  """The marks of a model that is called several times, numbered as in one call: the calls share the stages.
+
+  Calls have marks of the same lines, and the first mark of a call depends on none of another. A call without gradients,
+  such as that of a reference, has marks in the forward pass only.
+  """
+  lines = {one: one.source_line for one, (direction, _) in marks.items() if direction == 'forward'}
+  usable = {lines[one] for one in _usable_marks(marks) if one in lines}
+  forward = [one for one, line in lines.items() if line in usable]
+  each = [(lines[one], before) for one, before in in_sequence(body.equations, forward).items()]
+  counts = (n for n in range(1, len(each)) if len(each) % n == 0)
+  count = next((n for n in counts if each == each[:n] * (len(each) // n)), max(len(each), 1))
+  place = {marks[one][1]: at % count for at, one in enumerate(forward)}
+  return {
+    one: (direction, place[number]) for one, (direction, number) in marks.items() if number in place
   }
 
 

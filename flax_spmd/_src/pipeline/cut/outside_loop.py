@@ -70,14 +70,15 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   start: dict[Accumulator, Value] = {}
   parts: dict[int, list[Value]] = defaultdict(list)  # of each value that the loop carries
   for one in programs.accumulators:
-    initial = jnp.copy if one.first else jnp.zeros_like  # a copy, since the first update overwrites it
+    is_first = one.before is loop.body.carried[one.origin]  # of the sums of several stages
+    initial = jnp.copy if is_first else jnp.zeros_like  # a copy, since the first update overwrites it
     computed, [start[one]] = eq.traced(initial, loop.starts[one.origin], known=traces)
     before += computed
     parts[one.origin].append(one.final)
     rank_of[one.final] = stage_ranks[one.task[1]]
   for origin, whole in enumerate(loop.finals):
     is_set = origin in parts
-    known[whole] = _total(parts[origin], after) if is_set else _unchanged(loop, programs, origin)
+    known[whole] = _total(parts[origin], after) if is_set else _unchanged(loop, body, origin)
   outside: dict[Value, Value] = {}
   for value, stack in zip(body.kept, loop.stacks, strict=True):
     if value in producer:
@@ -105,10 +106,10 @@ def _total(parts: list[Value], equations: list[Equation]) -> Value:
   return total
 
 
-def _unchanged(loop: Loop, programs: TaskPrograms, origin: int) -> Atom:
+def _unchanged(loop: Loop, body: Body, origin: int) -> Atom:
   """The final value of a carried value that no task updates: its initial value, or an invariant."""
-  number = programs.origins.index(origin)
-  before, after = programs.body.carried[number], programs.body.updated[number]
+  before = loop.body.carried[origin]
+  after = body.updated[body.carried.index(before)]
   return loop.starts[origin] if after is before else after
 
 

@@ -9,6 +9,7 @@ mark (casts of parameters, masks, position embeddings) gets the position of its 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -133,10 +134,11 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> StageAs
   """
   check_outside(body.equations)
   marks = paired(body.equations, stage_end_p)
-  ends = {direction for direction, _ in marks.values()}
-  count = sum(direction == 'forward' for direction, _ in marks.values())
-  _check_count(count, stages, title, body)
-  positions = Positions(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
+  ends = _joined(in_sequence(body.equations, ends_among(body.equations)), stages)
+  _check_count(len({*ends}), stages, title, body)
+  marks = {one: (direction, ends[number]) for one, (direction, number) in marks.items()}
+  backward = any(direction == 'backward' for direction, _ in marks.values())
+  positions = Positions(stages, backward, backward and (turn or stages - 1 not in ends))
   position, free = assign(body, positions, marks)
   if positions.backward:
     body, floors = _inlined(body, _calls_to_inline(body, positions, position, split), position)
@@ -152,6 +154,34 @@ def ends_among(equations: Sequence[Equation]) -> list[Equation]:
   ]
 
 
+def in_sequence(equations: Sequence[Equation], forward: Sequence[Equation]) -> dict[Equation, int]:
+  """The marks in the forward pass, each with the number of marks before it, one after another."""
+  before: dict[Value, int] = {}
+  ends: dict[Equation, int] = {}
+  marks = set(forward)
+  for one in equations:
+    count = max((before.get(value, 0) for value in one.values), default=0)
+    if one in marks:
+      ends[one] = count
+      count += 1
+    before.update(dict.fromkeys(one.outputs, count))
+  return ends
+
+
+def _joined(ends: Mapping[Equation, int], stages: int) -> list[int]:
+  """The stage that each end ends.
+
+  Every end starts a new stage, if their number fits. Otherwise, a model may be called several times: ends that do not
+  depend on one another end the same stage. So do two ends of one line, which are one end of a model called twice.
+  """
+  fitting = stages, stages - 1
+  depth = len({*ends.values()})
+  twice = len(ends) == 2 > depth and len({*map(_named_line, ends)}) == 1
+  if depth in fitting and (twice or len(ends) not in fitting):
+    return [*ends.values()]
+  return [*range(len(ends))]
+
+
 def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tuple[str, int]]:
   """The direction of each mark of a primitive, and its index among the forward marks.
 
@@ -160,6 +190,7 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
   """
   forward: dict[int, list[int]] = defaultdict(list)
   marks: dict[Equation, tuple[str, int]] = {}
+  indices = itertools.count()
   for equation in equations:
     if equation.primitive is not primitive:
       continue
@@ -170,7 +201,7 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
         'pipeline runs reverse mode only.\nFix: take gradients by jax.grad or jax.value_and_grad.'
       )
     if direction == 'forward':
-      marks[equation] = direction, sum(map(len, forward.values()))
+      marks[equation] = direction, next(indices)
       forward[number].append(marks[equation][1])
       continue
     if not forward[number]:
@@ -227,29 +258,36 @@ def _named_line(equation: Equation) -> str:
 def _check_count(count: int, stages: int, title: str, body: Body) -> None:
   if count in (stages, stages - 1):
     return
-  lines = source_lines(ends_among(body.equations))
+  ends = in_sequence(body.equations, ends_among(body.equations))
+  lines = source_lines([*ends])
   idle = f'Stage ends whose results are not used:\n{source_lines(body.idle)}\n' if body.idle else ''
   fixes = ['write x = stage_end(x), and use the new x.'] if body.idle else []
   fixes.append(
     f'end {stages - 1} {"stage" if stages == 2 else "stages"} by stage_end (between stages) or {stages} '
-    f'(after each), or use a schedule of {fitting_stages(count)}.'
+    f'(after each), or use a schedule of {_fitting_stages(ends)}.'
   )
   raise PipelineError(
-    f'The model has {ends_text(count)}, and {title} has {stages} stages.\n'
+    f'The model has {ends_text(ends)}, and {title} has {stages} stages.\n'
     + (f'{lines}\n' if lines else '')
     + idle
     + '\n'.join(f'Fix: {fix}' for fix in fixes)
   )
 
 
-def ends_text(count: int) -> str:
-  """`3 stage ends`."""
-  return f'{count or "no"} stage {"end" if count == 1 else "ends"}'
+def ends_text(ends: Mapping[Equation, int]) -> str:
+  """`3 stage ends`; `6 stage ends, 3 of them one after another`."""
+  count, depth = len(ends), len({*ends.values()})
+  text = f'{count or "no"} stage {"end" if count == 1 else "ends"}'
+  return text if depth == count else f'{text}, {depth} of them one after another'
 
 
-def fitting_stages(count: int) -> str:
+def _fitting_stages(ends: Mapping[Equation, int]) -> str:
   """The possible numbers of stages of a model with some stage ends, as text."""
-  return f'{count} or {count + 1} stages' if count else '1 stage'
+  if not ends:
+    return '1 stage'
+  counts = {len({*ends.values()}), len(ends)}
+  *others, last = sorted({stages for count in counts for stages in (count, count + 1)})
+  return f'{", ".join(map(str, others))} or {last} stages'
 
 
 def assign(

@@ -38,7 +38,8 @@ def stage_end(x: Any, name: str | None = None) -> Any:
   """Ends a stage of a pipeline; outside a pipeline, the identity.
 
   The next stage starts with the operations that use the result. Later stages may use other values of
-  this stage, too. After the last stage a mark is optional.
+  this stage, too. After the last stage a mark is optional. If there are more ends than stages, those that
+  do not depend on one another end the same stage, as in several calls of a model.
 
   Args:
     x: a tree of arrays and numbers, of any dtypes.

@@ -57,7 +57,6 @@ class Accumulator(NamedTuple):
     final: the value after the last one.
     task: kind and stage of the task.
     origin: index among the values that the traced loop carries.
-    first: whether it starts with the loop's initial value, not with zeros.
     passed: whether other tasks read it, too. Then every microbatch has a value of its own.
     waiting: the tasks of a microbatch that need the value of the microbatch before: its readers. None for a sum
       that only its task reads, as the order of its terms is free.
@@ -68,7 +67,6 @@ class Accumulator(NamedTuple):
   final: Value
   task: Key
   origin: int
-  first: bool
   passed: bool
   waiting: tuple[Key, ...]
 
@@ -80,13 +78,11 @@ class TaskPrograms(NamedTuple):
     tasks: the programs by kind and stage; empty ones are left out.
     accumulators: the values carried from microbatch to microbatch.
     body: the body that was split.
-    origins: for each value that `body` carries, its index among the values that the traced loop carries.
   """
 
   tasks: dict[Key, TaskProgram]
   accumulators: list[Accumulator]
   body: Body
-  origins: list[int]
 
   def producers(self) -> dict[Value, Key]:
     """The task that computes each value."""
@@ -118,7 +114,7 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
     tasks = [part for task in tasks for part in _split_weights(task, tasks)]
   programs = {task.key: task for task in tasks if task.equations}
   accumulators = _accumulators(cut.body, programs, origins)
-  return TaskPrograms(programs, accumulators, cut.body, [origin for origin, _ in origins])
+  return TaskPrograms(programs, accumulators, cut.body)
 
 
 # -- values that a pass only moves
@@ -165,8 +161,8 @@ def _copy_moved(cut: StageAssignment) -> None:
 # -- sums that several stages add to
 
 
-def _split_sums(cut: StageAssignment) -> list[tuple[int, bool]]:
-  """Splits sums by stage; returns `origin` and `first` of the accumulator of each carried value."""
+def _split_sums(cut: StageAssignment) -> list[int]:
+  """Splits sums by stage; returns the `origin` of each carried value. The first sum keeps the value before a pass."""
   body = cut.body
   uses = Counter(value for equation in body.equations for value in equation.values)
   uses.update(atom for atom in body.results if isinstance(atom, Value))
@@ -177,7 +173,7 @@ def _split_sums(cut: StageAssignment) -> list[tuple[int, bool]]:
     sums = [(before, after)] if parts is None else _sums(cut, before, producer[after], *parts, producer)
     carried += [one for one, _ in sums]
     updated += [one for _, one in sums]
-    origins += [(origin, number == 0) for number in range(len(sums))]
+    origins += [origin] * len(sums)
   cut.body = dataclasses.replace(body, carried=carried, updated=updated)
   return origins
 
@@ -338,16 +334,14 @@ def _split_weights(task: TaskProgram, tasks: list[TaskProgram]) -> list[TaskProg
 # -- accumulators
 
 
-def _accumulators(
-  body: Body, tasks: Mapping[Key, TaskProgram], origins: list[tuple[int, bool]]
-) -> list[Accumulator]:
+def _accumulators(body: Body, tasks: Mapping[Key, TaskProgram], origins: list[int]) -> list[Accumulator]:
   """The carried values that tasks update, without those that stay unchanged."""
   producer = {value: key for key, task in tasks.items() for value in task.outputs}
   users_of = eq.readers((one, one.values) for one in body.equations)
   users = eq.readers((key, task.inputs) for key, task in tasks.items())
   accumulators = []
   taken = set(body.kept)
-  for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
+  for before, after, origin in zip(body.carried, body.updated, origins, strict=True):
     task = producer.get(after)
     if task is None:
       continue
@@ -357,7 +351,7 @@ def _accumulators(
     taken.add(after)
     waiting = [] if free else sorted(users[before], key=lambda key: (KINDS.index(key[0]), key[1]))
     final = Value(own.aval)  # the initial value may have a weak type
-    accumulators.append(Accumulator(before, own, final, task, origin, first, passed, tuple(waiting)))
+    accumulators.append(Accumulator(before, own, final, task, origin, passed, tuple(waiting)))
   return accumulators
 
 
