@@ -1,7 +1,7 @@
 """Host memory: arrays that rules with `host` keep in the memory of the host between steps.
 
-A program computes on arrays in the device's memory. `on_device` moves those that it received in the host's; the
-output shardings of the program move its results back, and `on_host` those whose shardings the compiler chooses.
+A program computes on arrays in the device's memory. `on_device` moves those that it received in the host's
+(`jit.late_fetches` decides when); the output shardings of the program move its results back, and `on_host` those whose shardings the compiler chooses.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def adam_step(state, x):
 
 
 def search_on_host(**options):
-  """A search without a compiler, which fetches arrays of the host early where there is room for them."""
+  """A search without a compiler: what is tested is arithmetic."""
   batch = jax.ShapeDtypeStruct(
     (4096, 128, WIDTH), jnp.float32
   )  # so many activations that they decide the peak

@@ -265,8 +265,8 @@ class Estimator:
     """Bytes on one device; those of the state and the batch count whether the step uses them or not.
 
     The temporaries of a partitioned step are its compiler's. In an estimate, if the old state is kept, both it and the new one
-    are live at the end of the step, when the memory of the temporaries is free again. So are arrays from the host's memory: the
-    compiler fetches them late where memory is short.
+    are live at the end of the step, when the memory of the temporaries is free again. So are arrays from the host's memory,
+    which are fetched late.
     """
     by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
     for part, size, hosted in zip(self._parts, argument_bytes, on_host, strict=True):

@@ -24,6 +24,7 @@ from flax_spmd._src.host_memory import on_device, on_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
+from flax_spmd._src.jit.late_fetches import with_late_fetches
 from flax_spmd._src.jit.required_shardings import LeafShardings
 from flax_spmd._src.jit.resource_meshes import warn_of_unseen_mesh
 from flax_spmd._src.jit.trace_scope import trace_scope
@@ -123,16 +124,19 @@ class TracedFunction:
   def trace(self, anchored: bool, args: Any, kwargs: Any) -> Any:
     """The `jax.stages.Traced` of a plan, without shardings of the results."""
     with planned_traces():
-      return jax.jit(self._body(anchored, None, ()), **self._options).trace(*args, **kwargs)
+      return jax.jit(self._body(anchored, None, (), False), **self._options).trace(*args, **kwargs)
 
   def jit(self, program: JitProgram) -> Any:
     """The `jax.jit` object of a program."""
     inputs = {} if program.inputs is None else {'in_shardings': program.inputs.tree()}
-    body = self._body(program.anchored, program.batch, program.hosted)
+    fetches = self._in_force.rules.uses_host
+    body = self._body(program.anchored, program.batch, program.hosted, fetches)
     return jax.jit(body, out_shardings=program.outputs.tree(), **inputs, **self._options)
 
-  def _new_body(self, anchored: bool, batch: BatchLeaves | None, hosted: tuple[int, ...]) -> Any:
-    """The function for `jax.jit`; arguments as of `JitProgram`."""
+  def _new_body(
+    self, anchored: bool, batch: BatchLeaves | None, hosted: tuple[int, ...], fetches: bool
+  ) -> Any:
+    """The function for `jax.jit`; arguments as of `JitProgram`, and whether it fetches arrays from the host, which is late."""
     fn = self._fn
 
     @functools.wraps(fn, updated=() if isinstance(fn, type) else ('__dict__',))
@@ -140,9 +144,9 @@ class TracedFunction:
       if not _planned_trace.get():
         raise Unplanned
       if hosted:
-        return on_host(self._inlined(anchored, batch)(*args, **kwargs), hosted)
-      if batch is not None:
-        return self._with_batch(anchored, batch, args, kwargs)
+        return on_host(self._inlined(anchored, batch, fetches)(*args, **kwargs), hosted)
+      if batch is not None or fetches:
+        return self._rewritten(anchored, batch, fetches, args, kwargs)
       result = self._under_layout(args, kwargs)
       return _on_all_devices(result, self._mesh) if anchored else result
 
@@ -161,18 +165,20 @@ class TracedFunction:
     ):
       return self._fn(*args, **kwargs)
 
-  def _inlined(self, anchored: bool, batch: BatchLeaves | None) -> Any:
+  def _inlined(self, anchored: bool, batch: BatchLeaves | None, fetches: bool) -> Any:
     """The function as another program contains it: the trace of the plan, not a new one."""
     statics = {name: value for name, value in self._options.items() if name.startswith('static_')}
-    return jax.jit(self._body(anchored, batch, ()), inline=True, **statics)
+    return jax.jit(self._body(anchored, batch, (), fetches), inline=True, **statics)
 
-  def _with_batch(self, anchored: bool, batch: BatchLeaves, args: Any, kwargs: Any) -> Any:
-    """The result with constraints on the batch of the dynamic arguments.
+  def _rewritten(
+    self, anchored: bool, batch: BatchLeaves | None, fetches: bool, args: Any, kwargs: Any
+  ) -> Any:
+    """The result with constraints on the batch of the dynamic arguments, and late fetches.
 
     Its program is the trace of the plan, so that static parts of the result, such as functions, are those of the plan.
     A last trace restores what the function has recorded in Python, such as the size of the batch.
     """
-    planned = self._inlined(anchored, None)
+    planned = self._inlined(anchored, None, False)
     leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
 
     def filled(leaves: Any) -> Any:
@@ -182,7 +188,8 @@ class TracedFunction:
       positional, named = filled(leaves)
       return planned(*positional, **named)
 
-    result = with_batch_constraints(of_leaves, batch, self._mesh)(leaves)
+    rewritten = of_leaves if batch is None else with_batch_constraints(of_leaves, batch, self._mesh)
+    result = (with_late_fetches(rewritten) if fetches else rewritten)(leaves)
     with contextlib.suppress(Exception):
       jax.eval_shape(lambda leaves: self._under_layout(*filled(leaves)), leaves)
     return result
