@@ -14,13 +14,12 @@ from typing import Any
 import jax
 from jax.extend.core import Var, jaxpr_as_fun
 
+_ELEMENTWISE = (
+  'abs add add_any convert_element_type copy div exp integer_pow log logistic max min mul neg pow rsqrt select_n sign '
+  'sqrt square sub tanh'
+)
 # Their operand of the same shape is taken in place of their result, which is then fused as before.
-# fmt: off
-_ELEMENTWISE = frozenset([
-  'abs', 'add', 'add_any', 'convert_element_type', 'copy', 'div', 'exp', 'integer_pow', 'log', 'logistic', 'max', 'min',
-  'mul', 'neg', 'pow', 'rsqrt', 'select_n', 'sign', 'sqrt', 'square', 'sub', 'tanh',
-])
-# fmt: on
+_FUSED = frozenset(_ELEMENTWISE.split())
 _CALLS = ('jit', 'pjit')
 
 
@@ -36,10 +35,10 @@ def with_late_fetches(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
 
 def _scheduled(program: Any) -> Any:
   """A closed program with late fetches."""
-  return program.replace(jaxpr=program.jaxpr.replace(eqns=_Schedule(program.jaxpr).equations()))
+  return program.replace(jaxpr=program.jaxpr.replace(eqns=_FetchOrder(program.jaxpr).equations()))
 
 
-class _Schedule:
+class _FetchOrder:
   """The equations of a program, in an order in which fetches are late.
 
   Equations with operands of the host alone wait, as fetches do, for the first one that has others.
@@ -73,14 +72,11 @@ class _Schedule:
       return False
     return _is_on_host(one.invars[0]) and not _is_on_host(one.outvars[0])
 
-  def _source(self, value: Var) -> Var:
+  def _source(self, value: Any) -> Any:
     """The value of a computed value's shape that it is elementwise computed from."""
-    while (one := self._makers[value]).primitive.name in _ELEMENTWISE:
-      alike = (
-        each
-        for each in one.invars
-        if isinstance(each, Var) and each in self._makers and each.aval.shape == value.aval.shape
-      )
+    while (one := self._makers[value]).primitive.name in _FUSED:
+      operands: list[Any] = [each for each in one.invars if isinstance(each, Var)]
+      alike = (each for each in operands if each in self._makers and each.aval.shape == value.aval.shape)
       source = next(alike, None)
       if source is None:
         break
