@@ -645,7 +645,7 @@ def test_a_stage_end_on_gradients():
     text_of(lambda: lower(step))
     == dedent(f"""\
     The stage end at {at('of gradients')} uses values computed after it, in a later stage or with gradients:
-      {at('doubled')}, 4 times
+      {at('doubled')}, 3 times
     Fix: end stages in the order in which the model computes them, and not on gradients; any later stage may use a value, but no earlier one.""")
   )
 
