@@ -62,6 +62,23 @@ def test_weights_are_fetched_one_after_another():
   assert names == ['device_put', 'dot_general'] * 3
 
 
+def test_constants_keys_and_references_beside_the_host():
+  def step(state):
+    fixed = jax.device_put(2.0, jax.memory.Space.Device)
+    noise = jax.random.normal(jax.random.fold_in(state['d_key'], 3), (8,))
+    kept = jax.random.wrap_key_data(jax.random.key_data(state['h0_key']))
+    counter = jax.new_ref(jnp.zeros(8))
+    counter[...] += state['h1'] * noise
+    mixed = jax.jit(lambda key, h: jax.random.uniform(key, (8,)) + h)(
+      jax.random.fold_in(state['d_key'], 4), state['h1']
+    )
+    return fixed * state['h1'] + noise, counter[...] + mixed, jax.random.uniform(kept, (4,))
+
+  create = lambda: {'d_key': jax.random.key(0), 'h0_key': jax.random.key(1), 'h1': jnp.arange(8.0)}
+  results = [layout.jit(step)(layout.init(create)) for layout in (ON_HOST, ON_DEVICE)]
+  jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), *results)
+
+
 @pytest.mark.parametrize('seed', range(20))
 def test_random_programs_compute_the_same(seed):
   """Of values from the host, from the device, and of both, some in programs of their own; and with results of both."""

@@ -61,22 +61,25 @@ class _FetchOrder:
       if self._is_fetch(one) or (hosted and len(hosted) == len(operands) and not one.effects):
         self._waiting |= dict.fromkeys(one.outvars, (place, one))
         continue
-      others = [value for value in operands if value in self._makers]
+      others = [value for value in operands if value in self._makers and _is_plain(value)]
       found += [*self._issued(hosted, [*dict.fromkeys(map(self._source, others))]), one]
       self._makers |= dict.fromkeys(one.outvars, one)
     return [*found, *self._issued([*self._waiting], [])]
 
   def _is_fetch(self, one: Any) -> bool:
     """Whether an equation moves an argument from the host's memory to the device's."""
-    if one.primitive.name != 'device_put' or len(one.invars) != 1 or one.invars[0] not in self._given:
+    if one.primitive.name != 'device_put' or len(one.invars) != 1:
       return False
-    return _is_on_host(one.invars[0]) and not _is_on_host(one.outvars[0])
+    [value] = one.invars
+    is_given = isinstance(value, Var) and value in self._given and _is_plain(value)
+    return is_given and _is_on_host(value) and not _is_on_host(one.outvars[0])
 
   def _source(self, value: Any) -> Any:
     """The value of a computed value's shape that it is elementwise computed from."""
     while (one := self._makers[value]).primitive.name in _FUSED:
       operands: list[Any] = [each for each in one.invars if isinstance(each, Var)]
-      alike = (each for each in operands if each in self._makers and each.aval.shape == value.aval.shape)
+      known = (each for each in operands if each in self._makers and _is_plain(each))
+      alike = (each for each in known if each.aval.shape == value.aval.shape)
       source = next(alike, None)
       if source is None:
         break
@@ -103,6 +106,13 @@ class _FetchOrder:
         self._waiting.pop(value, None)
       self._makers |= dict.fromkeys(one.outvars, one)
       yield one.replace(invars=[late[id(one)]]) if id(one) in late else one
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether a value is an array of numbers, not of keys, and no reference."""
+  dtype = getattr(value.aval, 'dtype', None)
+  is_array = isinstance(value.aval, jax.core.ShapedArray)
+  return is_array and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _is_on_host(value: Any) -> bool:
