@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Var, jaxpr_as_fun
 
 _ELEMENTWISE = (
@@ -111,7 +112,7 @@ class _FetchOrder:
 def _is_plain(value: Any) -> bool:
   """Whether a value is an array of numbers, not of keys, and no reference."""
   dtype = getattr(value.aval, 'dtype', None)
-  is_array = isinstance(value.aval, jax.core.ShapedArray)
+  is_array = isinstance(value.aval, ShapedArray)
   return is_array and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
