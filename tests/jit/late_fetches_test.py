@@ -79,6 +79,19 @@ def test_constants_keys_and_references_beside_the_host():
   jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), *results)
 
 
+@pytest.mark.parametrize('types', ['Auto', 'Explicit'])
+def test_meshes_of_other_layouts_leave_no_trace(types):
+  axis_type = getattr(jax.sharding.AxisType, types)
+  step = lambda state, x: state['h0'] + jnp.tanh(x @ state['d0'])
+  for sizes in ({'data': 8}, {'data': 4, 'model': 2}, {'rows': 2, 'data': 2, 'model': 2}):
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes))
+    layout = ON_HOST.replace(mesh=mesh)
+    state = layout.init(lambda: {'d0': jnp.eye(8), 'h0': jnp.ones((8, 8))})
+    result = layout.jit(step)(state, layout.shard(jnp.ones((8, 8)), (None, None)))
+    np.testing.assert_allclose(result, 1 + np.tanh(np.ones((8, 8))), rtol=1e-6)
+    assert result.sharding.mesh.shape == sizes
+
+
 @pytest.mark.parametrize('seed', range(20))
 def test_random_programs_compute_the_same(seed):
   """Of values from the host, from the device, and of both, some in programs of their own; and with results of both."""

@@ -54,8 +54,8 @@ def test_a_model_that_looks_for_the_mesh_of_a_block_is_reported_once(call, wrap)
   run = {'jit': jitted, 'lower': jitted.lower}.get(call, lambda x: getattr(LAYOUT, call)(fn, x))
   _, first = messages(lambda: run(X))
   assert first == [
-    f'{fn.__qualname__}: resource_meshes_test.py:{LINE} looked for the mesh of `with mesh:`, and found none. What it '
-    "constrains is not constrained: the layout's mesh is that of jax.sharding.get_abstract_mesh().\n"
+    f'{fn.__qualname__}: resource_meshes_test.py:{LINE} looked for the mesh of `with mesh:`, and found none. Its '
+    "constraints have no effect: the layout's mesh is that of jax.sharding.get_abstract_mesh().\n"
     'Fix: enter `with layout.mesh:` in the function, around its model.'
   ]
   if call == 'jit':

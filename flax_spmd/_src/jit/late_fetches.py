@@ -1,6 +1,6 @@
 """Late fetches: arrays of the host are moved to the device when the values that they are computed with are known.
 
-A transfer depends on nothing, so XLA for GPUs may start it with the step: then what it fetches occupies memory beside the
+A transfer depends on nothing, so XLA for GPUs may start it with the step: then the fetched array occupies memory beside the
 activations. An optimizer's state is needed with the gradients, when those are free again. So each fetch waits for the
 other operands of the first operation that has some, by `jax.lax.optimization_barrier`.
 """
@@ -100,7 +100,10 @@ class _FetchOrder:
     fetches = {one.invars[0]: one for one in ordered if others and self._is_fetch(one)}
     fresh = [Var(value.aval) for value in (*fetches, *others)]
     if fetches:
-      yield _barrier().replace(invars=[*fetches, *others], outvars=fresh)
+      about = next(iter(fetches.values()))
+      yield _barrier().replace(
+        invars=[*fetches, *others], outvars=fresh, ctx=about.ctx, source_info=about.source_info
+      )
     late = {id(one): value for one, value in zip(fetches.values(), fresh)}
     for one in ordered:
       for value in one.outvars:
@@ -122,5 +125,5 @@ def _is_on_host(value: Any) -> bool:
 
 @functools.cache
 def _barrier() -> Any:
-  """An equation of a barrier."""
+  """An equation of a barrier, in the context of its first caller."""
   return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]

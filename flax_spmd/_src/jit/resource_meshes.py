@@ -27,7 +27,7 @@ def warn_of_unseen_mesh(fn: Callable[..., Any], reported: set[str]) -> Iterator[
     reported.add('resource mesh')
     text = (
       f'{getattr(fn, "__qualname__", fn)}: {", ".join(lines.values())} looked for the mesh of `with mesh:`, and found '
-      "none. What it constrains is not constrained: the layout's mesh is that of "
+      "none. Its constraints have no effect: the layout's mesh is that of "
       'jax.sharding.get_abstract_mesh().\n'
       'Fix: enter `with layout.mesh:` in the function, around its model.'
     )
