@@ -215,9 +215,9 @@ def test_estimates_count_the_host_and_its_transfers_apart():
   )
   target = spmd.explore.parse_target('h100:8')
   plain = (('^opt_state/', spmd.Rules(*NAMES, fsdp('data', min_size=1))), *NAMES)
+  mesh = spmd.abstract_mesh({'data': 2, 'model': 4})
   offloaded, kept = (
-    estimator.estimate(spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), rules), target)
-    for rules in (OFFLOADED, plain)
+    estimator.estimate(spmd.Layout(mesh, rules), target, partition=False) for rules in (OFFLOADED, plain)
   )
   layout = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), OFFLOADED)
   moments = spmd.explain(layout, layout.abstract(create, jax.random.key(0), X)).host_bytes_per_device
