@@ -219,7 +219,8 @@ ENTRY %%main () -> (s32[], s32[]) {
     ('LT', '%i, %n', 'add', 10, 1, 10, 0),
     ('LT', '%i, %n', 'subtract', 0, 1, 10, None),
     ('LT', '%i, %n', 'multiply', 1, 2, 10, None),
-    ('EQ', '%i, %n', 'add', 0, 1, 10, None),
+    ('EQ', '%i, %n', 'add', 0, 1, 10, 0),
+    ('EQ', '%i, %n', 'add', 10, 1, 10, 1),
   ],
 )
 def test_trips_from_conditions(direction, order, op, start, step, limit, expected):

@@ -210,6 +210,7 @@ def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target
     None,
     lowered,
     result,
+    doubts=result.counts.doubts(),
   )
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from flax_spmd._src.compare.compile_worker import BEGIN
 from flax_spmd._src.compare.hardware import Target, compiler_environment, user_flags
 from flax_spmd._src.compare.lowering import LoweredStep
-from flax_spmd._src.hlo.counts import Collective, Counts, count_module
+from flax_spmd._src.hlo.counts import Collective, CountedLoop, Counts, count_module
 from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
 from flax_spmd._src.hlo.parser import parse
 from flax_spmd._src.hlo.work import Product
@@ -34,7 +34,7 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd._src.versions import installed_version
 from flax_spmd.errors import TargetDeviceError
 
-_FORMAT = 5
+_FORMAT = 6
 _TIMEOUT = 1800  # seconds
 _LARGEST_CPU = 512  # devices; the CPU's compiler supports no more
 _WARNING_WORDS = (
@@ -350,9 +350,11 @@ def _compile_result(content: dict[str, Any], key: str, cached: bool) -> CompileR
   counts = content.get('counts')
   if counts is not None:
     listed = tuple(Collective(**one | {'axes': tuple(one['axes'])}) for one in counts['collectives'])
-    pairs = {name: tuple(map(tuple, counts[name])) for name in ('opaque', 'loops')}
+    opaque = tuple(map(tuple, counts['opaque']))
+    loops = tuple(CountedLoop(*one) for one in counts['loops'])
     products = tuple(Product(*one) for one in counts['products'])
-    counts = Counts(**counts | pairs | {'collectives': listed, 'products': products})
+    counts = counts | {'collectives': listed, 'opaque': opaque, 'loops': loops, 'products': products}
+    counts = Counts(**counts)
   hlo = cache_folder() / f'{key}.hlo.gz'
   return CompileResult(
     counts,

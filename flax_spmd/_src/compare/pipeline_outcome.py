@@ -143,6 +143,7 @@ class _PipelineAnalysis:
     pipeline = self._pipeline_ranks()
     memory = max((rank.memory for rank in pipeline.ranks), key=lambda one: one.peak)
     busiest = max(self._ranks, key=lambda rank: sum(self._seconds(rank, 'low')))
+    doubts = dict.fromkeys(text for one in self._results.values() for text in _counts(one).doubts())
     return Outcome(
       name,
       self._lowered.layout,
@@ -153,6 +154,7 @@ class _PipelineAnalysis:
       None,
       self._lowered.on_rank,
       None,
+      doubts=tuple(doubts),
       pipeline=pipeline,
     )
 

@@ -22,6 +22,7 @@ from flax_spmd._src.estimate.partitioned_operations import Partition
 from flax_spmd._src.estimate.requirements import Requirement
 from flax_spmd._src.estimate.resharding import CollectiveOp
 from flax_spmd._src.estimate.wire_dtypes import wire_values
+from flax_spmd._src.hlo.trip_counts import SWAPPED, UNKNOWN, Trips, conjunction, steps
 
 CONSTRAINTS = ('sharding_constraint', 'reshard')
 IDENTITIES = (*CONSTRAINTS, BARRIER)  # their results are their operands, one by one
@@ -87,6 +88,7 @@ class AnalyzedGraph:
     self._kept: dict[str, KeptResults] = {}
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
+    self._trips: dict[int, Trips] = {}  # of loops, by their first results
     self.uses: dict[int, int] = {}
     self.users: dict[int, list[Op]] = {}
     self.transposed: dict[int, int] = {}
@@ -159,16 +161,58 @@ class AnalyzedGraph:
       self._kept[platform] = kept_results(self.graph, platform, given)
     return self._kept[platform]
 
-  def trip_count(self, loop: Op) -> int:
-    """The number of iterations of a loop: up to the constant in its condition; 1 without a constant."""
-    condition = loop.blocks[0]
-    outer = dict(zip(condition.arguments, loop.operands))
-    for op in condition.ops:
-      if op.kind == 'compare':
-        start, end = (self.constants.get(outer.get(value, value)) for value in op.operands)
-        if end is not None:
-          return max(0, end - (start or 0))
-    return 1
+  def trips(self, loop: Op) -> Trips:
+    """The number of iterations of a loop."""
+    if loop.results[0] not in self._trips:
+      self._trips[loop.results[0]] = self._allowed(loop.blocks[0].returned[0], loop)
+    return self._trips[loop.results[0]]
+
+  def _allowed(self, test: int, loop: Op) -> Trips:
+    """The iterations until a value of a loop's condition is false: a comparison, or a conjunction of comparisons."""
+    made = next((op for op in loop.blocks[0].ops if test in op.results), None)
+    if made and made.kind == 'and':
+      return conjunction([self._allowed(value, loop) for value in made.operands])
+    if made is None or made.kind != 'compare':
+      return UNKNOWN
+    direction = made.attributes['direction']
+    if (
+      direction == 'NE' and self.graph.values[made.operands[0]].dtype == 'i1'
+    ):  # from false, as JAX converts to bool
+      return self._allowed(made.operands[0], loop)
+    for (counter, limit), way in zip(
+      (made.operands, made.operands[::-1]), (direction, SWAPPED.get(direction, ''))
+    ):
+      start, step, end = (
+        self._initial(counter, loop),
+        self._step(counter, loop),
+        self._initial(limit, loop),
+      )
+      if start is not None and step and end is not None and not self._step(limit, loop):
+        number = steps(start, step, end, way)
+        return UNKNOWN if number is None else Trips(number, 'condition')
+    return UNKNOWN
+
+  def _initial(self, value: int, loop: Op) -> int | None:
+    """The integer that a value of a loop's condition is at first; None if it is not constant."""
+    outer = dict(zip(loop.blocks[0].arguments, loop.operands))
+    return self.constants.get(outer.get(value, value))
+
+  def _step(self, value: int, loop: Op) -> int | None:
+    """The constant that each iteration adds to a value of the condition; None if it does something else."""
+    condition, body = loop.blocks
+    if value not in condition.arguments:
+      return 0
+    index = condition.arguments.index(value)
+    before, after = body.arguments[index], body.returned[index]
+    made = next((op for op in body.ops if after in op.results), None)
+    if before == after:
+      return 0
+    if made is None or before not in made.operands or made.kind not in ('add', 'subtract'):
+      return None
+    amounts = [self.constants.get(operand) for operand in made.operands if operand != before]
+    if made.kind == 'add':
+      return amounts[0] if amounts else None
+    return -amounts[0] if made.operands[0] == before and amounts and amounts[0] else None
 
 
 def _chip_dtype(dtype: str) -> str:

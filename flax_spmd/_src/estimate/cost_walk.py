@@ -61,6 +61,7 @@ from flax_spmd._src.estimate.resharding import (
 )
 from flax_spmd._src.estimate.weight_gradients import SCHEDULING_PLATFORMS, WeightGradients
 from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.trip_counts import unsure_text
 from flax_spmd._src.hlo.work import Work
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
@@ -861,14 +862,17 @@ class _CostWalk:
     for operand, result in zip(op.operands, op.results):
       moved = any(one.kind == 'all-to-all' for one in self._changes(operand, self.specs[result]))
       if operand in self.exchanged or moved:
-        every = times * self.analyzed.trip_count(op)
+        every = times * self.analyzed.trips(op).number
         bound = gathered(self.values[operand], self.specs[operand], self.sizes, every)
         self.doubts.add(op.source, 'all-to-all of an array for a loop, or in its every iteration', bound)
       self._bring(operand, self.specs[result], times, op.source)
     outside = self.resharded, self.loop, self.gathered_before
     self.resharded, self.loop, self.gathered_before = set(), op.results[0], 0.0
     self.times_outside.append(times)
-    iterations = times * self.analyzed.trip_count(op)
+    trips = self.analyzed.trips(op)
+    if text := unsure_text(trips):
+      self.doubts.add(op.source, text, UNBOUNDED._replace(memory=0.0))
+    iterations = times * trips.number
     carried = [self.specs[result] for result in op.results]
     peak = self._inner_block(op.blocks[1], inner[1], iterations, carried)
     peak += self.gathered_before

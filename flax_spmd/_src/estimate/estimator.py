@@ -233,7 +233,7 @@ class Estimator:
     memory = self._memory(argument_bytes, on_host, temporaries, is_partitioned)
     source = PARTITIONED if is_partitioned else ESTIMATED
     is_guess = target.chip.platform == 'tpu' and not is_partitioned
-    doubts = (TPU_DOUBT, *costs.doubts) if is_guess else costs.doubts
+    doubts = (TPU_DOUBT, *costs.doubts) if is_guess else (*costs.counts.doubts(), *costs.doubts)
     if groups != self._groups and not is_partitioned:
       doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
@@ -247,7 +247,7 @@ class Estimator:
       None,
       None,
       source,
-      (*doubts, *_memory_doubts(memory.peak, target.chip.memory, _MEMORY_ERROR[source])),
+      (*dict.fromkeys(doubts), *_memory_doubts(memory.peak, target.chip.memory, _MEMORY_ERROR[source])),
     )
 
   @property

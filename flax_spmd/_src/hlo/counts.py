@@ -19,8 +19,27 @@ from flax_spmd._src.hlo.collectives import collective, continues, kind_of, start
 from flax_spmd._src.hlo.flops import custom_call_target, flops
 from flax_spmd._src.hlo.hbm_traffic import traffic
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
-from flax_spmd._src.hlo.trip_counts import State, entering, trips, unchanging
+from flax_spmd._src.hlo.source_frames import Frames, origin
+from flax_spmd._src.hlo.trip_counts import State, Trips, entering, trips, unchanging, unsure_text
 from flax_spmd._src.hlo.work import Product, Work
+
+
+class CountedLoop(NamedTuple):
+  """A loop of a compiled program.
+
+  Attributes:
+    name: name of the instruction.
+    trips: number of trips.
+    how: `trip_counts.Trips.how`.
+    kernels: number of operations that its body runs in a step and that write to main memory, without those of loops in it.
+    source: `file.py:line`, or the name of an operation in its body.
+  """
+
+  name: str
+  trips: int
+  how: str
+  kernels: float
+  source: str
 
 
 class Counts(NamedTuple):
@@ -31,7 +50,7 @@ class Counts(NamedTuple):
     hbm_bytes: bytes read from and written to the device's main memory.
     collectives: collectives, those with the most bytes on the wire first.
     opaque: name and number of runs of each custom call whose work is not counted.
-    loops: name, number of trips, and `trip_counts.Trips.how` of each loop.
+    loops: the loops.
     products: FLOPs and traffic of each product; those of a whole step are among `flops` and `hbm_bytes`.
     kernels: number of operations that run and write to main memory.
   """
@@ -40,7 +59,7 @@ class Counts(NamedTuple):
   hbm_bytes: float
   collectives: tuple[Collective, ...]
   opaque: tuple[tuple[str, int], ...]
-  loops: tuple[tuple[str, int, str], ...]
+  loops: tuple[CountedLoop, ...]
   products: tuple[Product, ...] = ()
   kernels: float = 0.0
 
@@ -51,6 +70,11 @@ class Counts(NamedTuple):
   def by_kind(self) -> dict[str, float]:
     """Bytes on the wire per kind of collective, in descending order."""
     return _summed((one.kind, one.wire) for one in self.collectives)
+
+  def doubts(self) -> tuple[str, ...]:
+    """One line for each loop whose number of trips depends on values."""
+    texts = ((one.source, unsure_text(Trips(one.trips, one.how))) for one in self.loops)
+    return tuple(dict.fromkeys(f'{source}: {text}' for source, text in texts if text))
 
 
 def count(text: str, mesh: Mapping[str, int]) -> Counts:
@@ -93,6 +117,7 @@ def scaled(counts: Counts, flops: float = 1.0, hbm_bytes: float = 1.0, runs: flo
   return counts._replace(
     flops=counts.flops * flops * runs,
     hbm_bytes=counts.hbm_bytes * hbm_bytes * runs,
+    loops=tuple(one._replace(kernels=one.kernels * runs) for one in counts.loops),
     products=tuple(products),
     kernels=counts.kernels * runs,
   )
@@ -104,7 +129,7 @@ class _Tally(NamedTuple):
   work: Work
   collectives: tuple[Collective, ...] = ()
   opaque: tuple[tuple[str, int], ...] = ()
-  loops: tuple[tuple[str, int, str], ...] = ()
+  loops: tuple[CountedLoop, ...] = ()
 
   def times(self, number: int) -> _Tally:
     """The work of several runs."""
@@ -114,7 +139,8 @@ class _Tally(NamedTuple):
     opaque = [(name, runs * number) for name, runs in self.opaque]
     work = Work()
     work.extend(self.work, number)
-    return _Tally(work, tuple(collectives), tuple(opaque), self.loops)
+    loops = [one._replace(kernels=one.kernels * number) for one in self.loops]
+    return _Tally(work, tuple(collectives), tuple(opaque), tuple(loops))
 
   @property
   def size(self) -> tuple[float, float, float]:
@@ -203,7 +229,9 @@ class _Counter(NamedTuple):
     kept = unchanging(loop, self.module, entering(loop, inside, self.module, state))
     body = self.module.computations.get(loop.computation('body'))
     inner = self.computation(body, kept) if body else _Tally(Work())
-    own = (loop.name, count.number, count.how)
+    kernels = inner.work.kernels - sum(one.kernels for one in inner.loops)
+    source = _source([loop, *(body.instructions.values() if body else ())], self.module.frames)
+    own = CountedLoop(loop.name, count.number, count.how, count.number * kernels, source)
     return _total([_Tally(Work(), loops=(own,)), inner.times(count.number)])
 
   def _collective(self, one: Instruction, inside: Computation, fused: bool, moved: float) -> _Tally:
@@ -214,6 +242,14 @@ class _Counter(NamedTuple):
       return _Tally(work)
     counted = collective(one, inside, self.module, self.mesh, fused)
     return _Tally(work, (counted,) if counted else ())
+
+
+def _source(instructions: Iterable[Instruction], frames: Frames) -> str:
+  """The first line of Python among the origins of instructions, or else the first name of an operation."""
+  origins = [origin(one.attributes.get('metadata', ''), frames) for one in instructions]
+  return next((one.source for one in origins if one.source), '') or next(
+    (one.op for one in origins if one.op), ''
+  )
 
 
 def _summed(pairs: Iterable[tuple]) -> dict:

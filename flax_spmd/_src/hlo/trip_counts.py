@@ -8,15 +8,24 @@ state, with a limit; the counter starts at a constant; and the body adds a const
 from __future__ import annotations
 
 import functools
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction
 
 _KNOWN = re.compile(r'known_trip_count\\?"?:\s*\{\\?"?n\\?"?:\s*\\?"?(\d+)')
 _THROUGH = ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start', 'opt-barrier')
-_SWAPPED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE', 'NE': 'NE', 'EQ': 'EQ'}
+_PASSES = {
+  'LT': operator.lt,
+  'LE': operator.le,
+  'GT': operator.gt,
+  'GE': operator.ge,
+  'NE': operator.ne,
+  'EQ': operator.eq,
+}
+SWAPPED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE', 'NE': 'NE', 'EQ': 'EQ'}
 
 State = Mapping[int, int]  # constant elements of a loop's state: value by index
 
@@ -26,11 +35,15 @@ class Trips(NamedTuple):
 
   Attributes:
     number: number of trips. If the loop can end early, the largest possible number; 1 if unknown.
-    how: `'known'` (annotated by the compiler), `'condition'` (derived from the condition) or `'unknown'`.
+    how: `'known'` (annotated by the compiler), `'condition'` (derived from the condition), `'at most'` (derived from a
+      condition that can end the loop earlier) or `'unknown'`.
   """
 
   number: int
   how: str
+
+
+UNKNOWN = Trips(1, 'unknown')
 
 
 class AffineValue(NamedTuple):
@@ -81,10 +94,20 @@ def trips(loop: Instruction, computation: Computation, module: HloModule, state:
   condition = module.computations.get(loop.computation('condition'))
   body = module.computations.get(loop.computation('body'))
   if condition is None or body is None:
-    return Trips(1, 'unknown')
+    return UNKNOWN
   start = entering(loop, computation, module, state)
-  number = _ConditionAnalysis(_Integers(module), body, start).largest_trips(condition)
-  return Trips(1, 'unknown') if number is None else Trips(number, 'condition')
+  return _ConditionAnalysis(_Integers(module), body, start).trips(condition)
+
+
+def unsure_text(trips: Trips) -> str:
+  """How a loop is counted whose trips depend on values; '' for other loops."""
+  if trips.how == 'unknown':
+    return 'a loop whose number of trips depends on values, counted as one trip'
+  return (
+    f'a loop that can end early, counted with the most trips, {trips.number}'
+    if trips.how == 'at most'
+    else ''
+  )
 
 
 def entering(loop: Instruction, computation: Computation, module: HloModule, state: State) -> State:
@@ -182,32 +205,32 @@ class _ConditionAnalysis(NamedTuple):
   body: Computation
   start: State
 
-  def largest_trips(self, condition: Computation) -> int | None:
-    """The largest number of trips that the condition allows, or None if unknown."""
+  def trips(self, condition: Computation) -> Trips:
+    """The trips that the condition allows."""
     return self._allowed(condition.result, condition, None)
 
-  def _allowed(self, test: Instruction | None, inside: Computation, given: Given | None) -> int | None:
+  def _allowed(self, test: Instruction | None, inside: Computation, given: Given | None) -> Trips:
     """The trips until a test fails: a comparison, a conjunction of comparisons, or a fusion of these."""
     if test is None:
-      return None
+      return UNKNOWN
     if test.op == 'and':
-      counts = [self._allowed(part, inside, given) for part in inside.operands(test)]
-      return min((count for count in counts if count is not None), default=None)
+      return conjunction([self._allowed(part, inside, given) for part in inside.operands(test)])
     if test.op in ('fusion', 'call'):
       called = self.integers.called(test)
       values = map(self.integers.inside(inside, given).get, test.operands)
-      return self._allowed(called.result, called, tuple(values)) if called else None
+      return self._allowed(called.result, called, tuple(values)) if called else UNKNOWN
     if test.op in _THROUGH:
       return self._allowed(next(iter(inside.operands(test)), None), inside, given)
-    return self._compared(test, inside, given) if test.op == 'compare' else None
+    number = self._compared(test, inside, given) if test.op == 'compare' else None
+    return UNKNOWN if number is None else Trips(number, 'condition')
 
   def _compared(self, test: Instruction, inside: Computation, given: Given | None) -> int | None:
-    """The trips until the comparison of a counter with a limit fails."""
+    """The trips until the comparison of a counter with a limit fails; None if unknown."""
     sides = list(map(self.integers.inside(inside, given).get, test.operands))
     if len(sides) != 2:
       return None
     direction = test.attributes.get('direction', '')
-    for (counter, limit), way in zip((sides, sides[::-1]), (direction, _SWAPPED.get(direction, ''))):
+    for (counter, limit), way in zip((sides, sides[::-1]), (direction, SWAPPED.get(direction, ''))):
       if (
         counter is not None and counter.element is not None and (last := self._limit(limit)) is not None
       ):
@@ -229,22 +252,51 @@ class _ConditionAnalysis(NamedTuple):
     following = self.integers.following(index, self.body)
     if following is None or following.element != index or not following.constant:
       return None
-    return _steps(self.start[index] + counter.constant, following.constant, limit, direction)
+    return steps(self.start[index] + counter.constant, following.constant, limit, direction)
 
 
-def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
-  """How many of `start`, `start + step`, ... pass a comparison with the limit before the first that fails.
+def conjunction(parts: Sequence[Trips]) -> Trips:
+  """The trips of a loop that ends when one of several conditions fails.
 
   Example:
-    >>> _steps(0, 2, 5, 'LT'), _steps(3, -1, 0, 'GE'), _steps(0, 1, 4, 'NE')
-    (3, 4, 4)
+    >>> conjunction([Trips(8, 'condition'), Trips(9, 'condition')]), conjunction([Trips(8, 'condition'), UNKNOWN])
+    (Trips(number=8, how='condition'), Trips(number=8, how='at most'))
   """
-  if direction in ('LE', 'GE'):
-    limit += 1 if direction == 'LE' else -1
-  rising = direction in ('LT', 'LE') or (direction == 'NE' and step > 0)
-  if rising != (step > 0) or direction not in ('LT', 'LE', 'GT', 'GE', 'NE'):
+  counted = [part for part in parts if part != UNKNOWN]
+  if not counted:
+    return UNKNOWN
+  is_exact = all(part.how == 'condition' for part in parts)
+  return Trips(min(counted).number, 'condition' if is_exact else 'at most')
+
+
+def steps(start: int, step: int, limit: int, direction: str) -> int | None:
+  """How many of `start`, `start + step`, ... pass a comparison with the limit before the first that fails.
+
+  Args:
+    start: first number.
+    step: difference of two numbers; not 0.
+    limit: number that all are compared with.
+    direction: comparison, such as 'LT'.
+
+  Returns:
+    The count; None if no number fails, or the direction is unknown.
+
+  Example:
+    >>> steps(0, 2, 5, 'LT'), steps(3, -1, 0, 'GE'), steps(0, 1, 4, 'NE'), steps(0, -1, 0, 'LT'), steps(0, -1, 1, 'LT')
+    (3, 4, 4, 0, None)
+  """
+  passes = _PASSES.get(direction)
+  if passes is None or not passes(start, limit):
+    return None if passes is None else 0
+  if direction == 'EQ':
+    return 1
+  if direction == 'NE':
+    number, rest = divmod(limit - start, step)
+    return number if number > 0 and not rest else None
+  if (step > 0) != (direction in ('LT', 'LE')):
     return None
-  return max(0, -((start - limit) // step))
+  limit += {'LE': 1, 'GE': -1}.get(direction, 0)
+  return -((start - limit) // step)
 
 
 def _is_integer(instruction: Instruction) -> bool:

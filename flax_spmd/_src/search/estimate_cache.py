@@ -21,12 +21,12 @@ from flax_spmd._src.compare.hardware import Target, user_flags
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.hlo.collectives import Collective
-from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.counts import CountedLoop, Counts
 from flax_spmd._src.hlo.work import Product
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.versions import installed_version
 
-FORMAT = 3
+FORMAT = 4
 PACKAGE = Path(__file__).parents[2]  # flax_spmd
 
 
@@ -192,7 +192,11 @@ def _outcome(name: str, layout: Layout, content: dict[str, Any]) -> Outcome | No
 
 def _counts(fields: list[Any]) -> Counts:
   counts = Counts(*map(_tuples, fields))
-  return counts._replace(products=tuple(Product(*one) for one in counts.products))
+  loops, products = (
+    tuple(kind(*one) for one in every)
+    for kind, every in ((CountedLoop, counts.loops), (Product, counts.products))
+  )
+  return counts._replace(loops=loops, products=products)
 
 
 def _collective(fields: list[Any]) -> Collective:
