@@ -9,6 +9,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd._src.estimate.estimator import Estimator
 from flax_spmd.explore import TrainStep
+from tests.estimate.doubts import doubts_of
 
 ROWS, WIDTH = 1024, 512
 DATA = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
@@ -46,13 +47,13 @@ def twice(sharded, is_looped=False):
 @pytest.mark.parametrize(('sharded', 'products'), [('', 1), ('one', 1 + 1 / 8), ('both', 1 / 8)])
 def test_equal_products_count_once_if_they_are_sharded_alike(sharded, products):
   estimated = Estimator(twice(sharded)).estimate(DATA, 'h100:8', partition=False)
-  assert (estimated.counts.flops, estimated.doubts) == (products * PRODUCT, ())
+  assert (estimated.counts.flops, doubts_of(estimated)) == (products * PRODUCT, ())
 
 
 def test_equal_loops_count_once():
   """Until the results are used, both are alike, and so are their bodies."""
   estimated = Estimator(twice('both', is_looped=True)).estimate(DATA, 'h100:8', partition=False)
-  assert (estimated.counts.flops, estimated.doubts) == (3 / 8 * PRODUCT, ())
+  assert (estimated.counts.flops, doubts_of(estimated)) == (3 / 8 * PRODUCT, ())
 
 
 def test_equal_conditionals_count_each():
@@ -155,4 +156,4 @@ def test_products_of_random_steps_count_as_in_xla(seed, whole_steps):
   exact = estimator.estimate(layout, 'h100:8')
   assert exact.source == 'partitioned'
   estimated = estimator.estimate(layout, 'h100:8', partition=False)
-  assert estimated.doubts or estimated.counts.flops == pytest.approx(exact.counts.flops, rel=0.01)
+  assert doubts_of(estimated) or estimated.counts.flops == pytest.approx(exact.counts.flops, rel=0.01)

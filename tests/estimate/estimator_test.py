@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 import flax_spmd as spmd
 from flax_spmd.errors import LayoutError, TargetDeviceError
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.estimate.doubts import doubts_of
 
 LAYERS, EMBED, MLP, BATCH = 4, 64, 256, 64
 TARGET = parse_target('h100:8')
@@ -268,7 +269,7 @@ def test_a_peak_close_to_the_limit_is_doubtful(estimator):
 def test_slices_along_a_sharded_dimension_are_doubtful(estimator, no_partitioner):
   stacked = estimator.estimate(layout({'data': 2, 'model': 4}, batch='data', layers='model'), TARGET)
   assert any('slice along a sharded dimension' in doubt for doubt in stacked.doubts)
-  assert estimator.estimate(BOTH, TARGET).doubts == ()
+  assert doubts_of(estimator.estimate(BOTH, TARGET)) == ()
 
 
 def test_a_partial_sum_is_transposed_before_it_is_reduce_scattered():
@@ -469,7 +470,7 @@ def scanned(function):
 def test_a_cumulative_sum_along_a_replicated_dimension_stays_on_its_device(dim):
   outcome = Estimator(scanned(lambda x: jnp.cumsum(x, dim))).estimate(DATA, TARGET, partition=False)
   assert [(one.kind, one.bytes) for one in outcome.counts.collectives] == [('all-reduce', 4)]
-  assert outcome.doubts == ()
+  assert doubts_of(outcome) == ()
 
 
 def test_shards_of_a_cumulative_sum_exchange_their_totals():
@@ -478,6 +479,25 @@ def test_shards_of_a_cumulative_sum_exchange_their_totals():
   [gathered] = [one for one in outcome.counts.collectives if one.kind == 'all-gather']
   totals, shard = 4 * EMBED, 4 * BATCH * EMBED / 8
   assert gathered.bytes == (totals if jax.__version_info__ >= (0, 11) else shard)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason='older versions of JAX gather the dimension')
+@pytest.mark.usefixtures('gpu_compiler')
+def test_the_loop_of_a_cumulative_sum_along_a_sharded_dimension_is_counted_and_named():
+  """XLA for GPUs sums one element after another, with several kernels for each."""
+  rows = 8 * 512
+  train_step = TrainStep(
+    lambda state, x: (state, jnp.sum(jnp.sin(jnp.cumsum(x * state['w'], 0)) ** 2)),
+    lambda: {'w': jnp.ones((1, EMBED))},
+    jax.ShapeDtypeStruct((rows, EMBED), jnp.float32),
+  )
+  estimated = Estimator(train_step).estimate(DATA, TARGET, partition=False)
+  compared = compare(train_step, {'data': DATA}, 'h100:8')
+  assert estimated.counts.kernels == pytest.approx(compared['data'].counts.kernels, rel=0.02)
+  assert estimated.cost.expected == pytest.approx(compared['data'].cost.expected, rel=0.05)
+  [line] = [one for one in str(compared).splitlines() if 'small kernels' in one]
+  assert line == '  2558 small kernels in loops: at least 3.84 ms to start them, cumsum'
+  assert '2558 small kernels in loops' in compared.to_html()
 
 
 def ragged():

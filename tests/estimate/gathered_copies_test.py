@@ -8,6 +8,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd._src.estimate.estimator import TPU_DOUBT
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.estimate.doubts import doubts_of
 
 WIDTH, LAYERS, ROWS = 2048, 6, 32768
 
@@ -36,7 +37,7 @@ def test_weights_stay_gathered_for_the_backward_pass(estimator, rules, compiled)
   layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'), *rules))
   found = estimator.estimate(layout, parse_target('h100:8'))
   assert found.memory.temporaries / 2**20 == pytest.approx(compiled, rel=0.02)
-  assert not found.doubts
+  assert not doubts_of(found)
 
 
 def test_on_tpus_they_are_a_doubt(estimator):
@@ -71,7 +72,7 @@ def test_activations_that_a_constraint_gathers_stay_gathered_for_the_backward_pa
   )
   assert found.memory.temporaries / 2**20 == pytest.approx(164.5, rel=0.05)
   assert sum(found.counts.by_axis().values()) / 2**20 == pytest.approx(197.75, rel=0.01)
-  assert not found.doubts
+  assert not doubts_of(found)
 
 
 @pytest.mark.usefixtures('gpu_compiler')

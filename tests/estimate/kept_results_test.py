@@ -12,6 +12,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd.explore import Estimator, TrainStep, parse_target
+from tests.estimate.doubts import doubts_of
 
 ROWS, WIDTH = 2**20, 64
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
@@ -114,7 +115,7 @@ def test_a_function_whose_cost_is_near_the_limit_is_in_doubt():
 
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), 'float32')
     train_step = TrainStep(step, lambda: jnp.ones((WIDTH, 4 * WIDTH)), batch)
-    return Estimator(train_step).estimate(LAYOUT, parse_target('h100:8')).doubts
+    return doubts_of(Estimator(train_step).estimate(LAYOUT, parse_target('h100:8')))
 
   [doubt] = doubts(normed(jax.nn.gelu))
   assert 'a function that takes long to compute again, by about 128 MiB of memory' in doubt

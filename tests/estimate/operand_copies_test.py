@@ -7,6 +7,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd.explore import Estimator, TrainStep, parse_target
+from tests.estimate.doubts import doubts_of
 
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
 TOKENS, WIDTH = 16384, 1024
@@ -46,4 +47,4 @@ def test_a_lookup_that_counts_along_its_declared_batch():
 
   found = estimate(loss, lambda: jnp.ones((256, 256)), jax.ShapeDtypeStruct((2048, 256), jnp.float32))
   assert sum(found.counts.by_axis().values()) == 2_293_767
-  assert not found.doubts
+  assert not doubts_of(found)

@@ -10,7 +10,7 @@ from jax import lax
 import flax_spmd as spmd
 from flax_spmd._src.compare.compile_worker import without_passes
 from flax_spmd._src.estimate import estimator as estimator_module
-from flax_spmd._src.estimate.estimator import TPU_DOUBT, Estimator
+from flax_spmd._src.estimate.estimator import TPU_DOUBT, UNCHECKED_DOUBT, Estimator
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd.explore import TrainStep, compare, parse_target
@@ -264,6 +264,24 @@ def test_a_step_is_not_partitioned_where_that_is_not_asked_for(whole_steps, monk
   assert Estimator(transformer()).estimate(layout, 'h100:8', partition=False).source == 'estimated'
   monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: False)
   assert Estimator(transformer()).estimate(layout, 'h100:8').source == 'estimated'
+
+
+@pytest.mark.parametrize(
+  ('target', 'is_able', 'unchecked'),
+  [
+    ('h100:8', False, [UNCHECKED_DOUBT]),
+    ('h100:8', True, []),
+    ('mi300:8', False, [UNCHECKED_DOUBT]),
+    ('v5e:2x4', False, [TPU_DOUBT]),
+    ('v5e:2x4', True, [TPU_DOUBT]),
+    ('cpu:8', False, []),
+  ],
+)
+def test_every_estimate_without_a_compiler_is_in_doubt(target, is_able, unchecked, monkeypatch):
+  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: is_able)
+  layout = next(iter(random_layouts(1, 5).values()))
+  doubts = Estimator(transformer()).estimate(layout, target, partition=False).doubts
+  assert [one for one in doubts if one in (TPU_DOUBT, UNCHECKED_DOUBT)] == unchecked
 
 
 def test_a_step_that_cannot_be_partitioned_is_estimated():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import flax_spmd as spmd
 from flax_spmd._src.hlo.counts import count
 from flax_spmd.explore import Estimator, TrainStep, compare
+from tests.estimate.doubts import doubts_of
 
 WIDTH, LAYOUT = 8, spmd.Layout(spmd.abstract_mesh({'data': 2}), (('batch', 'data'),))
 PRODUCT = 2 * WIDTH**3 / 2  # FLOPs of a device
@@ -39,7 +40,7 @@ def both(train_step):
   """The trips and the doubts, estimated and of the program that the CPU's compiler makes."""
   estimated = Estimator(train_step).estimate(LAYOUT, 'h100:2', partition=False)
   compiled = compare(train_step, [LAYOUT], 'cpu:2')['layout 0']
-  return [(one.counts.flops / PRODUCT, *one.doubts) for one in (estimated, compiled)]
+  return [(one.counts.flops / PRODUCT, *doubts_of(one)) for one in (estimated, compiled)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,7 +68,7 @@ def test_counters_run_as_often_as_estimated(start, step, limit, comparison, adde
   text = jax.jit(train_step.step).lower({'w': jnp.eye(WIDTH)}, X).compile().as_text()
   estimated = Estimator(train_step).estimate(LAYOUT, 'h100:2', partition=False)
   assert count(text, {}).flops == number * PRODUCT * 2
-  assert (estimated.counts.flops, estimated.doubts) == (number * PRODUCT, ())
+  assert (estimated.counts.flops, doubts_of(estimated)) == (number * PRODUCT, ())
 
 
 def test_a_loop_that_ends_by_its_values_counts_once_and_puts_the_result_in_doubt():

@@ -9,6 +9,7 @@ from flax import nnx
 
 import flax_spmd as spmd
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.estimate.doubts import doubts_of
 
 EMBED, MLP, BATCH = 64, 256, 64
 X = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
@@ -58,7 +59,7 @@ def test_a_step_without_names_has_the_batch_constraints_of_layout_jit():
     estimated = estimator.estimate(one, parse_target('cpu:8'))
     assert estimated.counts.flops == compiled[name].counts.flops
     assert estimated.counts.by_kind() == pytest.approx(compiled[name].counts.by_kind(), rel=1e-3), name
-    assert estimated.doubts == ()
+    assert doubts_of(estimated) == ()
 
 
 def test_automatic_constraints_that_do_not_divide_are_left_out():

@@ -11,6 +11,7 @@ import flax_spmd as spmd
 from flax_spmd._src.estimate.weight_gradients import WeightGradients
 from flax_spmd._src.text import parse_size
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.estimate.doubts import doubts_of
 from tests.versions import needs_gpu_compiler
 
 WIDTH, LAYERS = 512, 4
@@ -55,7 +56,7 @@ def test_gradients_of_norms_are_reduced_before_those_of_matrices_are_computed():
 def test_several_groups_of_gradients_are_in_doubt_by_as_much_as_the_compiler_differs(rows, compiled):
   """XLA delays all, some or none of the products; the figures are its own, compiled."""
   found = estimate(True, 'float32', rows)
-  [doubt] = found.doubts
+  [doubt] = doubts_of(found)
   assert doubt.startswith('gradients: the order of their products and reductions, by about ')
   spread = parse_size(doubt.removesuffix(' of memory').rpartition(' by about ')[2])
   assert abs(found.memory.temporaries / 2**20 - compiled) <= spread / 2**20 * 1.05

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from flax_spmd._src.compare.costs import Cost, coverage
+from flax_spmd._src.compare.costs import Cost, coverage, slow_loops
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.html_report import page
 from flax_spmd._src.compare.outcome import Memory, Outcome, collective_text, record
@@ -207,6 +207,8 @@ class Comparison:
         f'  {collective_text(one)}'
         for one in (outcome.counts.collectives if outcome.counts else ())[:_SHOWN]
       ]
+      if outcome.counts and outcome.cost:
+        lines += [f'  {line}' for line in slow_loops(outcome.counts, outcome.cost, self.target.chip)]
       if not outcome.fits:
         lines += [f'  in memory at the peak: {one}' for one in outcome.live[:_SHOWN]]
       if outcome.error:

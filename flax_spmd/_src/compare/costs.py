@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from flax_spmd._src.compare.hardware import Chip, Target
 from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.text import time_text
 
 _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips without the faster one
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
@@ -28,6 +29,7 @@ HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
 BANDWIDTH = 0.7  # reachable share of the bandwidth of HBM; fitted to published step times (`benchmarks/published_steps.py`)
 START, _GPUS = 1.5e-6, ('cuda', 'rocm')  # seconds of the least operations of a GPU, as profiled
 PUBLISHED, INSIDE = 52, 50  # steps, and those in the bracket that is fitted to the others
+_MANY, _LARGE = 1000, 0.25  # operations in loops, and their share of a step, that are worth a line
 # Communication up to this part of the rest is not hidden in published steps, which have no more.
 _SHOWN = 0.5
 # Factors at both ends on the time of memory: none below the first ratio of it to the time of products, all from the second.
@@ -104,6 +106,18 @@ def local_seconds(counts: Counts, chip: Chip, flops: float) -> tuple[float, floa
     memory += product.runs * max(0.0, product.hbm_bytes / bandwidth - product.flops / reach)
     moved -= product.runs * product.hbm_bytes
   return counts.flops / reach, memory + max(0.0, moved) / bandwidth
+
+
+def slow_loops(counts: Counts, cost: Cost, chip: Chip) -> list[str]:
+  """A line for the loops at each line of Python whose many small operations take a GPU a large part of the step to start."""
+  kernels: dict[str, float] = {}
+  for one in counts.loops if chip.platform in _GPUS else ():
+    kernels[one.source] = kernels.get(one.source, 0.0) + one.kernels
+  return [
+    f'{number:.0f} small kernels in loops: at least {time_text(START * number)} to start them, {source}'
+    for source, number in kernels.items()
+    if number >= _MANY and START * number > _LARGE * cost.expected
+  ]
 
 
 def local(compute: float, memory: float, platform: str) -> float:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.chart_labels import free_place
-from flax_spmd._src.compare.costs import coverage, peak
+from flax_spmd._src.compare.costs import coverage, peak, slow_loops
 from flax_spmd._src.compare.html import bars, byte_cell, legend, safe, section, svg, table
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.draw.drawing import draw
@@ -128,6 +128,8 @@ def _failures(comparison: Comparison) -> Iterable[str]:
   for outcome in comparison:
     lines = [outcome.error] if outcome.error else []
     lines += [f'A rough estimate: {text}' for text in outcome.doubts]
+    if outcome.counts and outcome.cost:
+      lines += slow_loops(outcome.counts, outcome.cost, comparison.target.chip)
     lines += [
       f'Compiler warning: {text}' for text in (outcome.compiled.warnings if outcome.compiled else [])
     ]

@@ -60,7 +60,7 @@ from flax_spmd._src.estimate.resharding import (
   without_reduce_scatter,
 )
 from flax_spmd._src.estimate.weight_gradients import SCHEDULING_PLATFORMS, WeightGradients
-from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.hlo.counts import CountedLoop, Counts
 from flax_spmd._src.hlo.trip_counts import unsure_text
 from flax_spmd._src.hlo.work import Work
 
@@ -71,6 +71,7 @@ _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': '
 _HIDDEN = ('all-gather', 'all-to-all')  # those that products hide
 # Kernels of an operation whose result is stored: norms, sums and copies take several in XLA's programs.
 _KERNELS = 1.3
+_SCAN_KERNELS = 5  # of XLA for GPUs for each element of a shard, if it sums the elements so far along a sharded dimension
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 _ROW_BYTES = (
   48 * 2**10
@@ -132,9 +133,9 @@ def walk(
     work.hbm_bytes,
     tuple(collectives),
     tuple(step.opaque.items()),
-    (),
+    tuple(step.loops),
     work.products,
-    _KERNELS * work.kernels,
+    _KERNELS * work.kernels + sum(loop.kernels for loop in step.loops),
   )
   memory = sum(map(step._bytes, analyzed.graph.main.arguments)) + peak + kept
   doubts = step.doubts.texts(sum(one.wire for one in collectives), memory, work.flops)
@@ -190,6 +191,7 @@ class _CostWalk:
     self.work = Work()
     self.flops = 0.0  # of the current operation
     self.opaque: dict[str, int] = {}
+    self.loops: list[CountedLoop] = []  # that XLA makes of single operations
     self.doubts = Doubts()
     self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...], bool]] = set()
     self.settled_sums: set[int] = set()  # partial sums whose reduction a partitioner has confirmed
@@ -460,6 +462,8 @@ class _CostWalk:
     elif required.padded:
       self._add_padded(op, required)
     self._add_halos(op, required, times)
+    if op.kind == 'scan' and required.halos and self.platform == 'cuda':
+      self._add_scan(op, times)
     self.gathered_bytes += required.split
     self.work.hbm_bytes += 2 * times * required.split
     self.flops = required.flops
@@ -574,6 +578,12 @@ class _CostWalk:
     self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in required.halos)
     value = op.operands[0] if op.operands else 0
     self._add_collectives(required.halos, times, value, op.source, is_settled=bool(required.exchanges))
+
+  def _add_scan(self, op: Op, times: int) -> None:
+    """Adds the loop over the elements of a shard that XLA for GPUs makes of sums along a sharded dimension."""
+    dim, result = op.attributes['dimension'], op.results[0]
+    trips = -(-self.values[result].shape[dim] // shard_count(self.specs[result][dim], self.sizes))
+    self.loops.append(CountedLoop('scan', trips, 'known', times * trips * _SCAN_KERNELS, op.source))
 
   def _doubt_moves(self, op: Op, value: int, spec: Spec | None, times: int) -> None:
     """Notes arrays that move for elementwise operations."""

@@ -67,6 +67,10 @@ TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
 )
+UNCHECKED_DOUBT = (
+  'estimated without a compiler: memory can be off by half, and traffic by a third, where a model is written in another way than '
+  "those that estimates were compared for; with pip install 'flax-spmd[cuda]', XLA for GPUs partitions the step, without a GPU"
+)
 _GROUPS_DOUBT = (
   'axis_name {name!r}: the {groups} parts of the batch are computed apart, and estimated as one, since their '
   'convolutions are in a shard_map'
@@ -232,8 +236,9 @@ class Estimator:
       temporaries = costs.temporaries
     memory = self._memory(argument_bytes, on_host, temporaries, is_partitioned)
     source = PARTITIONED if is_partitioned else ESTIMATED
-    is_guess = target.chip.platform == 'tpu' and not is_partitioned
-    doubts = (TPU_DOUBT, *costs.doubts) if is_guess else (*costs.counts.doubts(), *costs.doubts)
+    doubts = (*costs.counts.doubts(), *costs.doubts)
+    if not is_partitioned:
+      doubts = (*_unchecked(target.chip.platform), *doubts)
     if groups != self._groups and not is_partitioned:
       doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
@@ -346,6 +351,14 @@ class _AnalyzedStep:
     partitions = operations if is_able and platform == 'cuda' else None
     costs = walk(analyzed, specs, results, sizes, platform, partitions)
     return partitioned._replace(doubts=costs.unknown) if partitioned else costs
+
+
+def _unchecked(platform: str) -> Iterator[str]:
+  """A doubt about every estimate for a platform, if the whole step is not partitioned."""
+  if platform == 'tpu':
+    yield TPU_DOUBT
+  elif platform != 'cpu' and not can_partition(platform):
+    yield UNCHECKED_DOUBT
 
 
 def _memory_doubts(peak: int, limit: int, error: float) -> Iterator[str]:

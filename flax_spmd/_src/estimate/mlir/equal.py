@@ -14,8 +14,9 @@ from jaxlib.mlir import ir
 from flax_spmd._src.estimate.graph import WITH_BLOCKS
 
 _EQUAL = 'equal'  # the attribute
-_KEPT_APART = tuple(  # of which XLA computes each
-  f'stablehlo.{kind}' for kind in ('optimization_barrier', 'custom_call', 'rng', 'case', 'if')
+_KEPT_APART = (  # of which XLA computes each
+  'chlo.scan',
+  *(f'stablehlo.{kind}' for kind in ('optimization_barrier', 'custom_call', 'rng', 'case', 'if')),
 )
 
 

@@ -1,0 +1,8 @@
+"""Doubts of estimates, on machines with a compiler and without."""
+
+from flax_spmd._src.estimate.estimator import TPU_DOUBT, UNCHECKED_DOUBT
+
+
+def doubts_of(outcome):
+  """The doubts about a step and its layout, without that of every estimate whose step is not partitioned."""
+  return tuple(one for one in outcome.doubts if one not in (TPU_DOUBT, UNCHECKED_DOUBT))
