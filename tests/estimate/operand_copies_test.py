@@ -48,3 +48,28 @@ def test_a_lookup_that_counts_along_its_declared_batch():
   found = estimate(loss, lambda: jnp.ones((256, 256)), jax.ShapeDtypeStruct((2048, 256), jnp.float32))
   assert sum(found.counts.by_axis().values()) == 2_293_767
   assert not doubts_of(found)
+
+
+def test_products_of_a_batch_read_a_transposed_operand_as_it_is():
+  """A matrix of dot products for each example, as of the features of a recommender."""
+
+  def loss(weight, x):
+    y = jnp.tanh(x * weight)
+    return jnp.sum((y @ jnp.swapaxes(y, 1, 2)) ** 2)
+
+  found = estimate(
+    loss, lambda: jnp.ones((1, 1, 128)), jax.ShapeDtypeStruct((32768, 32, 128), jnp.float32)
+  )
+  assert found.memory.temporaries / 2**20 == pytest.approx(144.0, rel=0.01)
+
+
+def test_the_gradient_of_two_products_is_added_in_the_place_of_the_first():
+  """The kernel of the second product adds the first one to it."""
+
+  def loss(weights, x):
+    y = jnp.tanh(x @ weights[0])
+    return sum(jnp.sum(jnp.sin(y @ weight)) for weight in weights[1:])
+
+  create = lambda: [jnp.ones((WIDTH, WIDTH)) for _ in range(3)]
+  found = estimate(loss, create, jax.ShapeDtypeStruct((8 * TOKENS, WIDTH), jnp.float32))
+  assert found.memory.temporaries / 2**20 == pytest.approx(264.0, rel=0.01)

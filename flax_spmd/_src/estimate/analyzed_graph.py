@@ -66,6 +66,7 @@ class AnalyzedGraph:
     uses: number of uses per value.
     users: operations on each value.
     transposed: operands of transposes, by their results.
+    added: products that are added to an earlier one, and not to a sum; nothing else reads them.
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
     filters: arguments of the shapes of convolutions' filters, by shape.
@@ -93,7 +94,9 @@ class AnalyzedGraph:
     self.users: dict[int, list[Op]] = {}
     self.transposed: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
+    self.added: set[int] = set()
     self._scan(graph.main, product_sizes)
+    self._find_added(graph.main)
     self._number(graph.main)
     for value in graph.main.arguments:
       if graph.values[value].shape in self.filters:
@@ -123,6 +126,20 @@ class AnalyzedGraph:
         self._scan(inner, product_sizes)
     for value in block.returned:
       self.uses[value] = self.uses.get(value, 0) + 1
+
+  def _find_added(self, block: Block) -> None:
+    # by value that is read once: the product that it is, or is a transpose of
+    products: dict[int, int] = {}
+    for op in block.ops:
+      found = sorted({products[value] for value in op.operands if value in products})
+      if op.kind == 'add':
+        self.added.update(found[1:])
+      elif op.kind == 'dot_general' and self.uses.get(op.results[0]) == 1:
+        products[op.results[0]] = op.results[0]
+      elif op.kind == 'transpose' and found and self.uses.get(op.results[0]) == 1:
+        products[op.results[0]] = found[0]
+      for inner in op.blocks:
+        self._find_added(inner)
 
   def _number(self, block: Block) -> None:
     numbers = self._remembered.numbers

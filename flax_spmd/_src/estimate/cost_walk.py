@@ -801,11 +801,12 @@ class _CostWalk:
       self.specs[value] = required
       self.known_bytes.pop(value, None)
     array, natural, partial_axes = partial[:3]
-    platform = self.platform if partial.kind == 'dot_general' else ''
-    ops = reduce_partial_sum(array, natural, partial_axes, self.specs[value], self.sizes, platform)
+    is_product = partial.kind in PRODUCTS
+    arrays = array, natural, partial_axes, self.specs[value]
+    ops = reduce_partial_sum(*arrays, self.sizes, self.platform, partial.kind)
     is_widened = partial.array.itemsize < self.values[value].itemsize and not partial.is_cut
     is_whole = value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened)
-    if is_whole or (platform == 'cuda' and self._is_cut_again(value)):
+    if is_whole or (is_product and self.platform == 'cuda' and self._is_cut_again(value)):
       ops = without_reduce_scatter(ops)
     dtype = partial.array.dtype
     is_split = self.platform in MOVING_PLATFORMS and not partial.is_total
@@ -1025,7 +1026,7 @@ class _CostWalk:
 
   def _written_bytes(self, op: Op, value: int) -> float:
     """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
-    if op.kind == 'transpose' and self._is_folded(op, value):
+    if (op.kind == 'transpose' and self._is_folded(op, value)) or self._is_added(value):
       return 0.0
     if value in self.kept.rows:
       dim, source = self.kept.rows[value]
@@ -1037,6 +1038,10 @@ class _CostWalk:
       return self._bytes(value)
     natural = self.partial_sums[value].natural_sharding
     return shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
+
+  def _is_added(self, value: int) -> bool:
+    """Whether the kernel of a product adds it to an earlier product, in the place of that."""
+    return self.platform == 'cuda' and value in self.analyzed.added and value not in self.partial_sums
 
   def _is_folded(self, op: Op, value: int) -> bool:
     """Whether products read a transposed matrix as it is: one of the step's arguments that no device gathers."""

@@ -359,6 +359,30 @@ def _captured(op: Op) -> tuple[int, ...]:
   return tuple(result)
 
 
+def _is_read_in_place(op: Op, users: Mapping[int, list[Op]]) -> bool:
+  """Whether an operation is a transpose, and products read its operand as it is."""
+  readers = users.get(op.results[0], ()) if op.kind == 'transpose' else ()
+  return bool(readers) and all(_reads_in_place(user, op) for user in readers)
+
+
+def _reads_in_place(product: Op, transpose: Op) -> bool:
+  """Whether a product reads the operand of a transpose as it is: its batch, then all summed dimensions, or none of them first."""
+  if product.kind != 'dot_general':
+    return False
+  order = transpose.attributes['permutation']
+  for side, value in zip(('lhs', 'rhs'), product.operands):
+    if value != transpose.results[0]:
+      continue
+    batch, summed = (
+      [order[dim] for dim in product.attributes.get(f'{side}_{name}_dimensions') or ()]
+      for name in ('batching', 'contracting')
+    )
+    free = [dim for dim in order if dim not in batch and dim not in summed]
+    if not batch or sorted(order) not in ([*batch, *summed, *free], [*batch, *free, *summed]):
+      return False
+  return True
+
+
 def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> Iterator[int]:
   """The results of an operation that occupy new memory. What is scattered onto, and read nowhere else, is where the result is."""
   for value in op.results:
@@ -368,11 +392,12 @@ def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> 
     readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
     if value in exceptions.results.fused:
       readers = [user for user in readers if user.kind not in PRODUCTS]
-    if op.kind == 'transpose' and all(user.blocks for user in readers):
+    if op.kind == 'transpose' and all(user.blocks or _reads_in_place(user, op) for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
     in_place = [(user.kind, user.operands[:1]) for user in users.get(value, ())] == [
       ('scatter', (value,))
     ]
     is_read = not in_place and any(value in user.operands for user in readers)
+    is_read |= any(_is_read_in_place(user, users) for user in users.get(value, ()))
     if op.kind in WRITES or is_kept or is_read:
       yield value

@@ -21,7 +21,15 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, GraphValue, Spec, axis_size, shard_count, shard_size
+from flax_spmd._src.estimate.graph import (
+  PRODUCTS,
+  Axes,
+  GraphValue,
+  Spec,
+  axis_size,
+  shard_count,
+  shard_size,
+)
 from flax_spmd._src.hlo.collectives import wire
 
 
@@ -352,6 +360,7 @@ def reduce_partial_sum(
   after: Spec,
   sizes: Mapping[str, int],
   platform: str = '',
+  kind: str = 'dot_general',
 ) -> list[CollectiveOp]:
   """The collectives that reduce a partial sum and reshard the result.
 
@@ -362,6 +371,7 @@ def reduce_partial_sum(
     after: sharding of the reduced sum.
     sizes: size per mesh axis.
     platform: platform of the target: 'cuda', 'tpu' or 'cpu'.
+    kind: kind of the operation that sums.
 
   Example:
     >>> reduce_partial_sum(GraphValue((8, 8), 'f32'), ((), ()), ('data',), (('data',), ()), {'data': 4})
@@ -371,7 +381,7 @@ def reduce_partial_sum(
   ops: list[CollectiveOp] = []
   is_permuted = _permuted(value, before, after, sizes)
   scattered = [] if is_permuted else [*_scattered(before, partial_axes, after)]
-  if platform == 'cuda' and not _is_one_cut(before, after, scattered):
+  if platform == 'cuda' and not _is_scattered(kind, partial_axes, before, after, scattered):
     scattered = []
   for axis, dim in scattered:
     ops.append(CollectiveOp('reduce-scatter', (axis,), _shard_bytes(value, now, sizes)))
@@ -390,10 +400,19 @@ def _scattered(before: Spec, partial_axes: Axes, after: Spec) -> Iterator[tuple[
         yield axis, dim
 
 
-def _is_one_cut(before: Spec, after: Spec, scattered: Sequence[tuple[str, int]]) -> bool:
-  """Whether a sum is cut along one dimension, and there by the axes that it is scattered over alone."""
-  dims = {dim for _, dim in scattered}
-  axes = tuple(axis for axis, _ in scattered)
+def _is_scattered(
+  kind: str, partial_axes: Axes, before: Spec, after: Spec, scattered: Sequence[tuple[str, int]]
+) -> bool:
+  """Whether XLA for GPUs scatters a sum, rather than that each device has the whole sum and cuts its part.
+
+  That of a product is cut along one dimension, and there by the axes that it is scattered over alone. Sums of other
+  operations are scattered over all of their axes at once, in their order. What is looked up is scattered over some of them too, in their order.
+  """
+  dims, axes = {dim for _, dim in scattered}, tuple(axis for axis, _ in scattered)
+  if kind == 'gather':
+    return axes == tuple(axis for axis in partial_axes if axis in axes)
+  if kind not in PRODUCTS:
+    return len(dims) == 1 and axes == tuple(partial_axes)
   cut = {dim for dim, (held, now) in enumerate(zip(before, after)) if now[: len(held)] == held != now}
   return len(dims) == 1 and cut == dims and all(after[dim] == (*before[dim], *axes) for dim in dims)
 
