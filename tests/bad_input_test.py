@@ -882,3 +882,17 @@ def test_names_of_local_parts_whose_global_shape_is_unknown():
   for names in (('batch', None, None), PartitionSpec('data', None, None)):
     text = text_of(errors.LayoutError, layout(('batch', 'data')).local_to_global, np.ones((8, 4)), names)
     assert text.splitlines()[0].endswith(' for an array of rank 2.')
+
+
+def test_each_array_of_a_box_is_named():
+  """Optimizers that map a function over boxed parameters put several arrays into each box."""
+  arrays = (jax.ShapeDtypeStruct((10, 8), jnp.float32), jax.ShapeDtypeStruct((10, 8), jnp.int8))
+  state = {'stats': spmd.LogicallyPartitioned(arrays, ('mlp', None))}
+  text = text_of(errors.LayoutError, layout(('mlp', 'model')).abstract, lambda: state)
+  assert (
+    text
+    == dedent("""\
+    stats/0, dim 0 'mlp': size 10 is not divisible by mesh axis 'model' (4), required by rule 0 ('mlp', 'model').
+    stats/1, dim 0 'mlp': size 10 is not divisible by mesh axis 'model' (4), required by rule 0 ('mlp', 'model').
+    Fix: pad it to 12, put the rule ('mlp', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+  )

@@ -56,7 +56,7 @@ from jax.extend import source_info_util
 from jax.extend.backend import get_compile_options
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import batching, mlir, partial_eval
-from jax.lax import conv_general_dilated_p, sharding_constraint_p
+from jax.lax import conv_general_dilated_p, dot_general_p, gather_p, sharding_constraint_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
@@ -904,17 +904,25 @@ class GroupAxisName(str):
   __slots__ = ()
 
 
-def _on_groups(primitive: Any) -> Callable[[Callable[..., Any]], None]:
-  """Puts a function in the place of JAX's batching rule of a primitive, for axes of groups of devices only."""
+def _on_groups(
+  primitive: Any, where: Callable[[Sequence[Any]], bool] = lambda dims: None not in dims
+) -> Callable[[Callable[..., Any]], None]:
+  """Puts a function in the place of JAX's batching rule of a primitive, for axes of groups of devices only.
+
+  Args:
+    primitive: the primitive.
+    where: whether the function applies to operands with these dimensions of groups, None for one that every group has
+      whole. Default: no operand is.
+  """
   batchers = batching.fancy_primitive_batchers
   original = batchers[primitive]
 
   def install(rule: Callable[..., Any]) -> None:
     def batched(axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
-      every = isinstance(axis.name, GroupAxisName) and axis.spmd_name and None not in dims
+      of_groups = isinstance(axis.name, GroupAxisName) and axis.spmd_name and where(dims)
       return (
         rule(original, axis, operands, dims, **params)
-        if every
+        if of_groups
         else original(axis, operands, dims, **params)
       )
 
@@ -944,6 +952,23 @@ def _convolution(original: Any, axis: Any, operands: Any, dims: Any, **params: A
     check_vma=False,
   )
   return of_groups(*operands), 0
+
+
+def _product_with_weights(
+  original: Any, axis: Any, operands: Any, dims: Any, **params: Any
+) -> tuple[Any, int]:
+  """A product of the parts of all groups with an array that every group has whole, sharded over the groups.
+
+  Where that array is sharded over the same mesh axes (FSDP), XLA may move the parts instead of gathering it.
+  """
+  result, dim = original(axis, operands, dims, **params)
+  spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * result.ndim
+  spec[dim] = axis.spmd_name
+  return jax.lax.with_sharding_constraint(result, PartitionSpec(*spec)), dim
+
+
+for _primitive in (dot_general_p, conv_general_dilated_p, gather_p):
+  _on_groups(_primitive, where=lambda dims: None in dims)(_product_with_weights)
 
 
 @_on_groups(sharding_constraint_p)

@@ -1,5 +1,6 @@
 """Steps of models without names, whose batch `layout.jit` keeps sharded under FSDP."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -119,6 +120,35 @@ def test_no_activation_moves():
       'all-reduce',
       'reduce-scatter',
     }
+
+
+class Glued(nn.Module):
+  """A table, and a dense layer of its rows beside the batch."""
+
+  @nn.compact
+  def __call__(self, x):
+    rows = nn.Embed(64, 32)(jnp.argmax(x, -1))
+    return nn.Dense(8)(nn.gelu(nn.Dense(64)(jnp.concatenate([rows, x], -1))))
+
+
+@pytest.mark.parametrize('model', [Mlp(False), Mlp(True), Glued()])
+def test_no_activation_moves_in_a_step_for_pmap(model):
+  """Groups of devices keep their parts: the step moves the bytes of one over the whole batch."""
+  x, y = np.ones((256, 8, 32), np.float32), np.zeros((256, 8), np.int32)
+
+  def step(params, batch, reduce):
+    loss = lambda params: loss_of(model.apply(params, batch[0]), batch[1])
+    value, grads = reduce(jax.value_and_grad(loss)(params))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+  def moved(reduce, **axis):
+    params = LAYOUT.init(model.init, jax.random.key(0), x)
+    jitted = LAYOUT.jit(functools.partial(step, reduce=reduce), **axis)
+    explanation = jitted.explain(params, LAYOUT.shard((x, y), P('data')))
+    return sum(each.collective.wire for each in explanation.collectives)
+
+  one, of_groups = moved(lambda x: x), moved(lambda x: jax.lax.pmean(x, 'data'), axis_name='data')
+  assert 0 < of_groups <= 1.05 * one
 
 
 def test_every_constraint_is_open_but_for_the_batch():

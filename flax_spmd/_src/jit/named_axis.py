@@ -5,7 +5,9 @@
 The rules give the axis name mesh axes, as they do for the name of a dimension. Each index along these mesh axes is a
 group of devices, as one device is under `jax.pmap`. A batch is split into one part per group, and the function gets
 the part. One `vmap` computes all parts, with its dimension sharded over the mesh axes. So XLA computes each part on
-its group, and reductions over the axis are its collectives. Other mesh axes shard states and parts as without groups.
+its group, and reductions over the axis are its collectives. Products of the parts with arrays that all groups have whole
+are constrained to the groups (`compat`), so that parts stay there under FSDP too. Other mesh axes shard states and parts
+as without groups.
 """
 
 from __future__ import annotations
