@@ -1,6 +1,7 @@
 """Automatic stages: models without stage ends are cut into balanced stages, with unchanged results."""
 
 import itertools
+from pathlib import Path
 
 import flax.linen as nn
 import hypothesis
@@ -179,6 +180,37 @@ def test_loops_without_accumulate(loop):
   assert ranks_of(new) == [[0], [1], [2], [3]]
   np.testing.assert_allclose(value, expected_value, rtol=1e-5)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), new, expected)
+
+
+def accumulated(loss, params, batch):
+  return accumulate(lambda x: loss(params, x), batch, OneFOneB(4), Mean)  # of which gradients are taken
+
+
+def averaged(loss, params, batch):
+  return jnp.mean(lax.map(lambda x: loss(params, x), batch))  # of which gradients are taken
+
+
+@pytest.mark.parametrize('remat', [False, True])
+@pytest.mark.parametrize('total', [accumulated, averaged])
+def test_gradients_of_the_loop(total, remat):
+  """The backward pass would be no pipeline: a loop of one stage over the activations of all microbatches."""
+  model = Model((32,) * 4, nn.remat(Block) if remat else Block)
+
+  def loss(params, x):  # of integers, through which no gradients flow
+    return jnp.mean(model.apply({'params': params}, jnp.sin(x)) ** 2)
+
+  def step(params, batch):
+    return jax.grad(lambda params: total(loss, params, batch))(params)
+
+  with pytest.raises(PipelineError) as error:
+    LAYOUT.pipeline_jit(step, stages=4, schedule=OneFOneB(4))(params_of(model), X.astype(int))
+  lines = Path(__file__).read_text().splitlines()
+  [first, other] = [n for n, line in enumerate(lines, 1) if line.endswith('# of which gradients are taken')]
+  assert str(error.value) == (
+    f'Gradients are taken of the microbatch loop at auto_stages_test.py:{first if total is accumulated else other}, '
+    'and a pipeline takes them inside the loop.\n'
+    'Fix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
+  )
 
 
 def test_more_stages_than_possible_ends():

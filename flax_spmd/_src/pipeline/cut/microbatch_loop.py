@@ -112,6 +112,8 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   within = [one for one in equations if marks_inside(one) & {stage_end_p, microbatch_p}]
   within = within or list(filter(_takes_gradients, equations))
   loops = [one for one in within if one.name == 'scan']
+  scans = [one for one in equations if one.name == 'scan']
+  _check_gradients_inside(loops or scans, scans)
   loop = next(filter(_has_microbatches, loops), None)
   kinds = (stage_end_p, may_end_p) if loop is None else (stage_end_p,)
   ends = [one for one in equations if one.primitive in kinds]
@@ -148,6 +150,28 @@ def _directions(equation: Equation, primitive: Any) -> set[str]:
   return {one.params['direction'] for one in eq.occurrences(equation, primitive)}
 
 
+def _check_gradients_inside(loops: Sequence[Equation], scans: Sequence[Equation]) -> None:
+  """Raises if a scan has the forward passes of marks, and another one the backward passes, and one of the two is a loop."""
+  backward = {one: _ends_inside(one, 'backward') for one in scans}
+  for one in scans:
+    alone = _ends_inside(one, 'forward') - backward[one]
+    if any(alone & backward[other] for other in scans if one in loops or other in loops):
+      raise PipelineError(
+        f'Gradients are taken of the microbatch loop at {one.source_line}, and a pipeline takes them '
+        'inside the loop.\nFix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
+      )
+
+
+def _ends_inside(equation: Equation, direction: str) -> set[int]:
+  """The numbers of the stage ends inside an equation, and of the possible ones, of one direction."""
+  return {
+    mark.params['number']
+    for primitive in (stage_end_p, may_end_p)
+    for mark in eq.occurrences(equation, primitive)
+    if mark.params['direction'] == direction
+  }
+
+
 def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
   """Raises unless exactly one equation has marks inside, and it is a loop."""
   if len(loops) == 1 == len(within):
@@ -166,12 +190,6 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
     )
   if not loops or len(loops) < len(within):
     check_outside([one for one in within if one not in loops])
-  directions = [_directions(one, stage_end_p) for one in loops]
-  if any('backward' in each and 'forward' not in each for each in directions):
-    raise PipelineError(
-      f'Gradients are taken of the microbatch loop at {loops[0].source_line}, and a pipeline takes them '
-      'inside the loop.\nFix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
-    )
   raise PipelineError(
     f'A pipeline has one microbatch loop, and this function has {len(loops)}:\n{source_lines(loops)}\n'
     'Fix: call accumulate once, or make a separate pipeline_jit for each loop.'
