@@ -1069,6 +1069,21 @@ def pruned(fn: Any, avals: Iterable[Any], used: list[bool]) -> tuple[Any, list[b
   return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), used)
 
 
+def drop_unused_operands(primitive: Any) -> None:
+  """Lets JAX remove the operands of an identity whose results are not used, with the equations that compute them.
+
+  JAX 0.10.2 fails to differentiate a `scan` whose stacked results are such operands, and nothing else uses them. Goes with JAX 0.12.
+  """
+
+  def rule(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
+    equation = others[-1]  # from JAX 0.12 on, after the live operands
+    variables = (itertools.compress(each, used) for each in (equation.invars, equation.outvars))
+    invars, outvars = map(list, variables)
+    return used, equation.replace(invars=invars, outvars=outvars) if outvars else None
+
+  partial_eval.dce_rules[primitive] = rule
+
+
 def live_program(jaxpr: Any) -> Any:
   """A program, closed or not, without the equations that no result needs; not closed."""
   inner = getattr(jaxpr, 'jaxpr', jaxpr)

@@ -812,6 +812,28 @@ def test_linen_transforms_ignore_marks(lift):
   assert_same(jax.tree.leaves(result), jax.tree.leaves(expected))
 
 
+@pytest.mark.parametrize('marked', [True, False])
+def test_results_of_nn_scan_that_a_loss_ignores(marked):
+  """As of SigLIP's encoders, which return the activations of every layer for those who look at them."""
+
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = x + nn.Dense(WIDTH)(jnp.sin(x))
+      return x, {'activations': x}
+
+  class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for _ in range(STAGES):
+        x = nn.scan(Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2)()(x)
+        x, _ = stage_end(x) if marked else x
+      return x
+
+  step, variables = training(fitting(Scanned()), OneFOneB(STAGES)), Scanned().init(jax.random.key(0), X[0])
+  check(step, variables, X, Y, stages=None if marked else STAGES)
+
+
 def test_nn_scan_ignores_marks():
   class Layer(nn.Module):
     @nn.compact

@@ -168,6 +168,7 @@ def _identity(name: str) -> Primitive:
   batching.primitive_batchers[primitive] = batch
   ad.primitive_jvps[primitive] = jvp
   ad.primitive_transposes[primitive] = transpose
+  compat.drop_unused_operands(primitive)
   return primitive
 
 
