@@ -989,6 +989,13 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   )
 
 
+JITS = frozenset({'jit', 'closed_call', 'eval_jaxpr'})
+"""Names of the calls of a program; JAX 0.12 has `eval_jaxpr` in place of `closed_call`."""
+REMATS = frozenset({'remat2'})
+CALLS = JITS | REMATS | {'custom_jvp_call', 'custom_vjp_call'}
+"""Names of the operations that run one program, with their operands as its inputs."""
+
+
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
   """The jaxprs among an equation's parameters."""
   for param in params.values():

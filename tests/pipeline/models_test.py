@@ -147,6 +147,18 @@ def cached_mlp(params, x):
   return x
 
 
+def test_a_layer_traced_before_the_step(schedule):
+  """As JAX 0.12 calls it by an operation of its own."""
+  layer = jax.jit(lambda w, x: stage_end(jnp.tanh(x @ w))).trace(PARAMS['w0'], X[0])
+
+  def loss(params, x, y):
+    for i in range(STAGES):
+      x = layer(params[f'w{i}'], x)
+    return jnp.mean((x - y) ** 2)
+
+  check(training(loss, schedule), PARAMS, X, Y)
+
+
 CALLED_TWICE = {
   'views': lambda p, other, x, y: jnp.mean((mlp(p, x) - mlp(p, y)) ** 2),
   'views without a last end': lambda p, other, x, y: jnp.mean(

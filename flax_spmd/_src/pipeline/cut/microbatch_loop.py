@@ -103,7 +103,7 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   arguments = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
 
   def opens(one: Any) -> bool:
-    if one.primitive.name in eq.JITS:
+    if one.primitive.name in compat.JITS:
       return True
     inside = marks_inside(one)
     return stage_end_p in inside and microbatch_p not in inside
@@ -133,21 +133,13 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
 
 
 def _takes_gradients(scan: Equation) -> bool:
-  """Whether it is a microbatch loop without `accumulate`, of a model without marks."""
-  return scan.name == 'scan' and _directions(scan, may_end_p) >= {'forward', 'backward'}
+  """Whether it is a loop, with or without `accumulate`, over forward and backward passes of a model."""
+  return scan.name == 'scan' and all(_ends_inside(scan, each) for each in ('forward', 'backward'))
 
 
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  return (
-    microbatch_p in marks_inside(scan)
-    or 'backward' in _directions(scan, stage_end_p)
-    or _takes_gradients(scan)
-  )
-
-
-def _directions(equation: Equation, primitive: Any) -> set[str]:
-  return {one.params['direction'] for one in eq.occurrences(equation, primitive)}
+  return microbatch_p in marks_inside(scan) or _takes_gradients(scan)
 
 
 def _check_gradients_inside(loops: Sequence[Equation], scans: Sequence[Equation]) -> None:
@@ -308,7 +300,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
 
   def opens(one: Any) -> bool:
     marks = marks_inside(one)
-    may = one.primitive.name in eq.JITS and may_end_p in marks
+    may = one.primitive.name in compat.JITS and may_end_p in marks
     return may or (stage_end_p in marks and not _repeats(one)) or _is_small(one)
 
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
@@ -333,7 +325,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
 
 def _repeats(equation: Any) -> bool:
   """Whether it is a remat in the backward pass, which recomputes its forward."""
-  return equation.primitive.name in eq.REMATS and bool(equation.params.get('differentiated'))
+  return equation.primitive.name in compat.REMATS and bool(equation.params.get('differentiated'))
 
 
 def _check_recomputed(
@@ -370,7 +362,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
 
 def _is_small(equation: Any) -> bool:
   """Whether a jitted block has cheap elementwise operations only."""
-  return equation.primitive.name in eq.JITS and all(
+  return equation.primitive.name in compat.JITS and all(
     one.primitive.name in residuals.CHEAP or _is_small(one)
     for inside in compat.jaxprs_in(equation.params)
     for one in compat.jaxpr_parts(inside).equations
