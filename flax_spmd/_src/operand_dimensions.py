@@ -21,6 +21,7 @@ Node = TypeVar('Node')
 Dimension = tuple[int, int]  # number of an operand, and its dimension
 Shape = Sequence[int]
 
+
 def walk(
   start: Node, key: Callable[[Node], Hashable], before: Callable[[Node], Sequence[Node]]
 ) -> Iterator[Node]:

@@ -205,7 +205,9 @@ def test_gradients_of_the_loop(total, remat):
   with pytest.raises(PipelineError) as error:
     LAYOUT.pipeline_jit(step, stages=4, schedule=OneFOneB(4))(params_of(model), X.astype(int))
   lines = Path(__file__).read_text().splitlines()
-  [first, other] = [n for n, line in enumerate(lines, 1) if line.endswith('# of which gradients are taken')]
+  [first, other] = [
+    n for n, line in enumerate(lines, 1) if line.endswith('# of which gradients are taken')
+  ]
   assert str(error.value) == (
     f'Gradients are taken of the microbatch loop at auto_stages_test.py:{first if total is accumulated else other}, '
     'and a pipeline takes them inside the loop.\n'

@@ -842,7 +842,10 @@ def test_results_of_nn_scan_that_a_loss_ignores(marked):
         x, _ = stage_end(x) if marked else x
       return x
 
-  step, variables = training(fitting(Scanned()), OneFOneB(STAGES)), Scanned().init(jax.random.key(0), X[0])
+  step, variables = (
+    training(fitting(Scanned()), OneFOneB(STAGES)),
+    Scanned().init(jax.random.key(0), X[0]),
+  )
   check(step, variables, X, Y, stages=None if marked else STAGES)
 
 

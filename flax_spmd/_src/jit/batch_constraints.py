@@ -40,7 +40,8 @@ _CONSTRAINED = frozenset(
     'select_and_scatter_add',
   )
 )  # others follow their operands
-_CALLS = compat.CALLS | {'scan', 'while', 'cond'}  # the programs of others, such as kernels, are not XLA's
+# the programs of others, such as kernels, are not XLA's
+_CALLS = compat.CALLS | {'scan', 'while', 'cond'}
 
 
 class _Unlike(Exception):
