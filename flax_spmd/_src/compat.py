@@ -1014,6 +1014,13 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   )
 
 
+JITS = frozenset({'jit', 'closed_call', 'eval_jaxpr'})
+"""Names of the calls of a program; JAX 0.12 has `eval_jaxpr` in place of `closed_call`."""
+REMATS = frozenset({'remat2'})
+CALLS = JITS | REMATS | {'custom_jvp_call', 'custom_vjp_call'}
+"""Names of the operations that run one program, with their operands as its inputs."""
+
+
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
   """The jaxprs among an equation's parameters."""
   for param in params.values():
@@ -1092,6 +1099,21 @@ def pruned(fn: Any, avals: Iterable[Any], used: list[bool]) -> tuple[Any, list[b
   """The jaxpr of the used results of a function, and a flag per argument: whether it still uses it."""
   closed: Any = jax.make_jaxpr(fn)(*avals)
   return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), used)
+
+
+def drop_unused_operands(primitive: Any) -> None:
+  """Lets JAX remove the operands of an identity whose results are not used, with the equations that compute them.
+
+  JAX 0.10.2 fails to differentiate a `scan` whose stacked results are such operands, and nothing else uses them. Goes with JAX 0.12.
+  """
+
+  def rule(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
+    equation = others[-1]  # from JAX 0.12 on, after the live operands
+    variables = (itertools.compress(each, used) for each in (equation.invars, equation.outvars))
+    invars, outvars = map(list, variables)
+    return used, equation.replace(invars=invars, outvars=outvars) if outvars else None
+
+  partial_eval.dce_rules[primitive] = rule
 
 
 def live_program(jaxpr: Any) -> Any:

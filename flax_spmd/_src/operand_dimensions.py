@@ -21,20 +21,6 @@ Node = TypeVar('Node')
 Dimension = tuple[int, int]  # number of an operand, and its dimension
 Shape = Sequence[int]
 
-CALLS = frozenset(
-  (
-    'jit',
-    'pjit',
-    'closed_call',
-    'core_call',
-    'checkpoint',
-    'remat2',
-    'custom_jvp_call',
-    'custom_vjp_call',
-  )
-)
-"""Operations that run one program, with their operands as its inputs."""
-
 
 def walk(
   start: Node, key: Callable[[Node], Hashable], before: Callable[[Node], Sequence[Node]]
@@ -67,7 +53,7 @@ def operand_dimensions(equation: Any, index: int, dim: int) -> Sequence[Dimensio
   name, params = equation.primitive.name, equation.params
   if name in _CONTROL:
     return _CONTROL[name](params, index, dim)
-  if name in CALLS:
+  if name in compat.CALLS:
     return list(input_dimensions(next(compat.jaxprs_in(params)), index, dim))
   shapes = [tuple(getattr(each.aval, 'shape', ())) for each in equation.invars]
   return _RULES.get(name, _same_place)(params, shapes, equation.outvars[index].aval.shape, dim)

@@ -1,6 +1,7 @@
 """Automatic stages: models without stage ends are cut into balanced stages, with unchanged results."""
 
 import itertools
+from pathlib import Path
 
 import flax.linen as nn
 import hypothesis
@@ -129,7 +130,7 @@ def test_calls_of_a_model_share_the_stages(calls, block):
   expected = jax.jit(step)(params, X)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), trained, expected)
   inference = LAYOUT.pipeline_jit(apart, stages=4)
-  np.testing.assert_allclose(inference(params, X[0], X[1]), apart(params, X[0], X[1]), atol=1e-6)
+  np.testing.assert_allclose(inference(params, X[0], X[1]), apart(params, X[0], X[1]), rtol=1e-5)
 
 
 def test_a_stage_has_few_large_blocks_or_many_small_ones():
@@ -181,15 +182,79 @@ def test_loops_without_accumulate(loop):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), new, expected)
 
 
+def accumulated(loss, params, batch):
+  return accumulate(lambda x: loss(params, x), batch, OneFOneB(4), Mean)  # of which gradients are taken
+
+
+def averaged(loss, params, batch):
+  return jnp.mean(lax.map(lambda x: loss(params, x), batch))  # of which gradients are taken
+
+
+@pytest.mark.parametrize('remat', [False, True])
+@pytest.mark.parametrize('total', [accumulated, averaged])
+def test_gradients_of_the_loop(total, remat):
+  """The backward pass would be no pipeline: a loop of one stage over the activations of all microbatches."""
+  model = Model((32,) * 4, nn.remat(Block) if remat else Block)
+
+  def loss(params, x):  # of integers, through which no gradients flow
+    return jnp.mean(model.apply({'params': params}, jnp.sin(x)) ** 2)
+
+  def step(params, batch):
+    return jax.grad(lambda params: total(loss, params, batch))(params)
+
+  with pytest.raises(PipelineError) as error:
+    LAYOUT.pipeline_jit(step, stages=4, schedule=OneFOneB(4))(params_of(model), X.astype(int))
+  lines = Path(__file__).read_text().splitlines()
+  [first, other] = [
+    n for n, line in enumerate(lines, 1) if line.endswith('# of which gradients are taken')
+  ]
+  assert str(error.value) == (
+    f'Gradients are taken of the microbatch loop at auto_stages_test.py:{first if total is accumulated else other}, '
+    'and a pipeline takes them inside the loop.\n'
+    'Fix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
+  )
+
+
 def test_more_stages_than_possible_ends():
   model = Model((32, 32), nn.remat(Block))
   with pytest.raises(PipelineError) as error:
     LAYOUT.pipeline_jit(step_of(model), stages=8)(params_of(model), X)
   assert str(error.value) == (
     'stages=8, but the model has 3 points where a stage may end: after each Linen module that is called '
-    'outside scans and branches.\n'
+    'outside scans and branches, and of whose results no gradients of gradients are taken.\n'
     'Fix: use 4 stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
   )
+
+
+def slopes_by_gradients(apply, x):
+  return jax.grad(lambda x: jnp.sum(apply(x)))(x)
+
+
+def slopes_in_forward_mode(apply, x):
+  return jax.jvp(apply, (x,), (jnp.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize('slopes', [slopes_by_gradients, slopes_in_forward_mode])
+def test_a_critic_whose_slopes_are_in_the_loss_is_not_cut(slopes):
+  """As in a GAN with a gradient penalty: its generator is cut, and the passes of its critic are in the last stage."""
+  generator, critic = Model((64,) * 3), Model((16,))
+
+  def loss(params, x):
+    def judged(x):
+      return critic.apply({'params': params['critic']}, x)
+
+    made = generator.apply({'params': params['generator']}, x)
+    return jnp.mean(judged(made) ** 2 + slopes(judged, made) ** 2)
+
+  def step(params, batch):
+    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, OneFOneB(4), Mean)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+  params = {'generator': params_of(generator), 'critic': params_of(critic)}
+  result, expected = LAYOUT.pipeline_jit(step, stages=4)(params, X), jax.jit(step)(params, X)
+  assert ranks_of(result[0]['generator']) == [[0], [1], [2]]
+  assert ranks_of(result[0]['critic']) == [[3]]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), result, expected)
 
 
 def test_more_stages_than_the_schedule_has():

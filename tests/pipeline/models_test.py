@@ -147,6 +147,18 @@ def cached_mlp(params, x):
   return x
 
 
+def test_a_layer_traced_before_the_step(schedule):
+  """As JAX 0.12 calls it by an operation of its own."""
+  layer = jax.jit(lambda w, x: stage_end(jnp.tanh(x @ w))).trace(PARAMS['w0'], X[0])
+
+  def loss(params, x, y):
+    for i in range(STAGES):
+      x = layer(params[f'w{i}'], x)
+    return jnp.mean((x - y) ** 2)
+
+  check(training(loss, schedule), PARAMS, X, Y)
+
+
 CALLED_TWICE = {
   'views': lambda p, other, x, y: jnp.mean((mlp(p, x) - mlp(p, y)) ** 2),
   'views without a last end': lambda p, other, x, y: jnp.mean(
@@ -810,6 +822,31 @@ def test_linen_transforms_ignore_marks(lift):
   filled = jax.tree.structure(renamed).unflatten(jax.tree.leaves(variables))
   result, expected = jax.grad(loss(lifted))(filled), jax.grad(loss(direct))(variables)
   assert_same(jax.tree.leaves(result), jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize('marked', [True, False])
+def test_results_of_nn_scan_that_a_loss_ignores(marked):
+  """As of SigLIP's encoders, which return the activations of every layer for those who look at them."""
+
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = x + nn.Dense(WIDTH)(jnp.sin(x))
+      return x, {'activations': x}
+
+  class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for _ in range(STAGES):
+        x = nn.scan(Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2)()(x)
+        x, _ = stage_end(x) if marked else x
+      return x
+
+  step, variables = (
+    training(fitting(Scanned()), OneFOneB(STAGES)),
+    Scanned().init(jax.random.key(0), X[0]),
+  )
+  check(step, variables, X, Y, stages=None if marked else STAGES)
 
 
 def test_nn_scan_ignores_marks():

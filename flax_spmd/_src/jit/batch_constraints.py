@@ -26,7 +26,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, shards
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.operand_dimensions import CALLS
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
 _CONSTRAINED = frozenset(
@@ -41,7 +40,8 @@ _CONSTRAINED = frozenset(
     'select_and_scatter_add',
   )
 )  # others follow their operands
-_CALLS = CALLS | {'scan', 'while', 'cond'}  # the programs of others, such as kernels, are not XLA's
+# the programs of others, such as kernels, are not XLA's
+_CALLS = compat.CALLS | {'scan', 'while', 'cond'}
 
 
 class _Unlike(Exception):

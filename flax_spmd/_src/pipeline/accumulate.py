@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_spmd._src.pipeline import reductions
-from flax_spmd._src.pipeline.argument_checks import named_leaves, unexpected
+from flax_spmd._src.pipeline.argument_checks import check_arrays, named_leaves
 from flax_spmd._src.pipeline.cut.stage_marks import microbatch_p
 from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
@@ -137,13 +137,11 @@ def _split(
 def _size(batch: Any, axis: int) -> int:
   """The size of the dimension that is split, which all arrays of a batch share."""
   leaves = named_leaves(batch)
-  strange = unexpected(leaves)
-  if strange:
-    raise PipelineError(
-      'accumulate: a batch is a tree of arrays, but these leaves are not:\n'
-      + first_lines(strange)
-      + '\nFix: close over values that are not split into microbatches.'
-    )
+  check_arrays(
+    leaves,
+    'accumulate: a batch is a tree of arrays, but these leaves are not',
+    'close over values that are not split into microbatches.',
+  )
   if type(axis) is not int:
     raise PipelineError(
       f'accumulate: axis={value_text(axis)} is not an integer.\nFix: pass one dimension for all arrays.'

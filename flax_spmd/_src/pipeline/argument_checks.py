@@ -25,18 +25,15 @@ def check_seconds(seconds: float, name: str) -> None:
     raise PipelineError(f'{name} is {value_text(seconds)}.\nFix: pass a positive number of seconds.')
 
 
-def unexpected(named: Sequence[tuple[str, Any]]) -> list[str]:
-  """One line per leaf that is neither an array nor a number.
-
-  Example:
-    >>> unexpected(named_leaves({'x': 1.0, 'name': 'a'}))
-    ["  name: 'a' is a str"]
-  """
+def check_arrays(named: Sequence[tuple[str, Any]], refused: str, fix: str) -> None:
+  """Raises PipelineError with a line per leaf that is neither an array nor a number."""
   strange = [(name, repr(leaf), type(leaf)) for name, leaf in named if not _is_array(leaf)]
-  return [
-    f'  {name}: {text[:_MAX_REPR]}{"…" * (len(text) > _MAX_REPR)} is a {kind.__name__}'
-    for name, text, kind in strange
-  ]
+  if strange:
+    lines = [
+      f'  {name}: {text[:_MAX_REPR]}{"…" * (len(text) > _MAX_REPR)} is a {kind.__name__}'
+      for name, text, kind in strange
+    ]
+    raise PipelineError(f'{refused}:\n{first_lines(lines)}\nFix: {fix}')
 
 
 def _is_array(leaf: Any) -> bool:
@@ -60,24 +57,14 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
   return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def check_arrays(dynamic: tuple[tuple, dict[str, Any]]) -> None:
-  """Raises PipelineError with the paths of the arguments that are neither arrays nor numbers."""
-  strange = unexpected(named_arguments(dynamic))
-  if strange:
-    raise PipelineError(
-      'Arguments are not arrays:\n'
-      + first_lines(strange)
-      + '\nFix: pass arrays and numbers, or make these arguments static by static_argnums or '
-      'static_argnames.'
-    )
-
-
-def differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
-  """One line per leaf that differs, for leaves given as pairs of a path and a description.
+def differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]], otherwise: str) -> str:
+  """One line per leaf that differs, for leaves given as pairs of a path and a description; `otherwise` if none does.
 
   Example:
-    >>> differences([('0/w', 'float32[4]'), ('1', 'int32[]')], [('0/w', 'float32[8]'), ('2', 'int32[]')])
-    ['  0/w: float32[8] instead of float32[4]', '  1: missing', '  2: unexpected']
+    >>> print(differences([('0/w', 'float32[4]'), ('1', 'int32[]')], [('0/w', 'float32[8]'), ('2', 'int32[]')], ''))
+      0/w: float32[8] instead of float32[4]
+      1: missing
+      2: unexpected
   """
   expected, actual = dict(old), dict(new)
   lines = [
@@ -85,7 +72,7 @@ def differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) 
   ]
   lines += [f'  {name}: missing' for name in expected if name not in actual]
   lines += [f'  {name}: unexpected' for name in actual if name not in expected]
-  return lines
+  return first_lines(lines or [f'  {otherwise}'])
 
 
 def argument_text(aval: Any, spec: PartitionSpec) -> str:

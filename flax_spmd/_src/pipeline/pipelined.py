@@ -158,7 +158,11 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     """The request for these arguments: structure, shapes, dtypes and specs."""
     dynamic = self._arguments.dynamic(args, kwargs)
     check_functional(dynamic, 'pipeline_jit')
-    check_arrays(dynamic)
+    check_arrays(
+      named_arguments(dynamic),
+      'Arguments are not arrays',
+      'pass arrays and numbers, or make these arguments static by static_argnums or static_argnames.',
+    )
     leaves, treedef = jax.tree.flatten(dynamic)
     mesh, axis, sizes = self._setting.mesh, self._setting.axis, self._setting.sizes
     if self._plan_inputs is None:

@@ -172,6 +172,6 @@ def _check_structure(given: Any, results: Any) -> None:
   if before != after:
     raise PipelineError(
       'stacked: the result of a stage differs from its input, so the next stage cannot take it:\n'
-      f'{first_lines(differences(before, after) or ["  the order of the leaves differs"])}\n'
+      f'{differences(before, after, "the order of the leaves differs")}\n'
       'Fix: return arrays of the same shapes and dtypes; change shapes before or after the stages.'
     )

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ def with_ends(body: Body, stages: int) -> Body:
   Raises:
     PipelineError: the body has fewer points where a stage may end.
   """
-  every = paired(body.equations, may_end_p)
+  every = paired(_differentiated_once(body.equations), may_end_p)
   marks = _usable_marks(_of_one_call(body, every))
   if _count(marks) < stages - 1:
     marks = _usable_marks(every)
@@ -42,7 +42,7 @@ def with_ends(body: Body, stages: int) -> Body:
   if count < stages - 1:
     raise PipelineError(
       f'stages={stages}, but the model has {count} points where a stage may end: after each Linen module '
-      'that is called outside scans and branches.\n'
+      'that is called outside scans and branches, and of whose results no gradients of gradients are taken.\n'
       f'Fix: use {count + 1} stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
     )
   positions = Positions(
@@ -63,6 +63,18 @@ def with_ends(body: Body, stages: int) -> Body:
       for one in body.equations
     ],
   )
+
+
+def _differentiated_once(equations: Sequence[Equation]) -> list[Equation]:
+  """The possible ends without those of modules under gradients of gradients or in forward mode, whose passes are others."""
+  marks = [one for one in equations if one.primitive is may_end_p]
+  passes = Counter((one.params['number'], one.params['direction']) for one in marks)
+
+  def is_usable(number: int) -> bool:
+    is_once = passes[number, 'backward'] <= passes[number, 'forward']
+    return is_once and not passes[number, 'tangent']
+
+  return [one for one in marks if is_usable(one.params['number'])]
 
 
 def _count(marks: Mapping[Equation, tuple[str, int]]) -> int:

@@ -104,15 +104,6 @@ class Equation:
     )
 
 
-JITS = frozenset({'jit', 'pjit', 'closed_call', 'core_call'})
-"""Calls that can be inlined without a change of meaning."""
-REMATS = frozenset({'checkpoint', 'remat', 'remat2'})
-CUSTOM = frozenset({'custom_jvp_call', 'custom_vjp_call'})
-_INSIDE = dict.fromkeys(('jit', 'pjit', *REMATS), 'jaxpr') | dict.fromkeys(
-  ('closed_call', 'core_call', *CUSTOM), 'call_jaxpr'
-)
-
-
 def lookup(known: Mapping[Value, Atom], atom: Atom) -> Atom:
   """The replacement of an atom, followed to its end; the atom itself if it has none."""
   while isinstance(atom, Value) and atom in known:
@@ -159,9 +150,8 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
 
   for equation in inner.equations:
     arguments = read(equation.invars)
-    name = equation.primitive.name
-    if name in _INSIDE and opens(equation):
-      inside = equation.params[_INSIDE[name]]
+    if equation.primitive.name in compat.CALLS and opens(equation):
+      inside = next(compat.jaxprs_in(equation.params))
       outputs = _flatten(inside, arguments, opens, equations)
     else:
       outputs = [Value(variable.aval) for variable in equation.outvars]
@@ -208,7 +198,7 @@ def traced(
 
 def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equation], dict[Value, Atom]]:
   """The equations inside a call, and the replacements of its outputs."""
-  equations, outputs = flatten(equation.params[_INSIDE[equation.name]], equation.inputs, opens)
+  equations, outputs = flatten(next(compat.jaxprs_in(equation.params)), equation.inputs, opens)
   return equations, dict(zip(equation.outputs, outputs, strict=True))
 
 
@@ -220,7 +210,7 @@ def occurrences(equation: Equation, primitive: Primitive) -> Iterator[Any]:
 
 def operation_text(equation: Equation) -> str:
   """An operation for an error message: `scan at model.py:7`."""
-  return f'{"remat" if equation.name in REMATS else equation.name} at {equation.source_line}'
+  return f'{"remat" if equation.name in compat.REMATS else equation.name} at {equation.source_line}'
 
 
 def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:

@@ -103,7 +103,7 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   arguments = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
 
   def opens(one: Any) -> bool:
-    if one.primitive.name in eq.JITS:
+    if one.primitive.name in compat.JITS:
       return True
     inside = marks_inside(one)
     return stage_end_p in inside and microbatch_p not in inside
@@ -112,6 +112,8 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   within = [one for one in equations if marks_inside(one) & {stage_end_p, microbatch_p}]
   within = within or list(filter(_takes_gradients, equations))
   loops = [one for one in within if one.name == 'scan']
+  scans = [one for one in equations if one.name == 'scan']
+  _check_gradients_inside(loops or scans, scans)
   loop = next(filter(_has_microbatches, loops), None)
   kinds = (stage_end_p, may_end_p) if loop is None else (stage_end_p,)
   ends = [one for one in equations if one.primitive in kinds]
@@ -131,21 +133,35 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
 
 
 def _takes_gradients(scan: Equation) -> bool:
-  """Whether it is a microbatch loop without `accumulate`, of a model without marks."""
-  return scan.name == 'scan' and _directions(scan, may_end_p) >= {'forward', 'backward'}
+  """Whether it is a loop, with or without `accumulate`, over forward and backward passes of a model."""
+  return scan.name == 'scan' and all(_ends_inside(scan, each) for each in ('forward', 'backward'))
 
 
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  return (
-    microbatch_p in marks_inside(scan)
-    or 'backward' in _directions(scan, stage_end_p)
-    or _takes_gradients(scan)
-  )
+  return microbatch_p in marks_inside(scan) or _takes_gradients(scan)
 
 
-def _directions(equation: Equation, primitive: Any) -> set[str]:
-  return {one.params['direction'] for one in eq.occurrences(equation, primitive)}
+def _check_gradients_inside(loops: Sequence[Equation], scans: Sequence[Equation]) -> None:
+  """Raises if a scan has the forward passes of marks, and another one the backward passes, and one of the two is a loop."""
+  backward = {one: _ends_inside(one, 'backward') for one in scans}
+  for one in scans:
+    alone = _ends_inside(one, 'forward') - backward[one]
+    if any(alone & backward[other] for other in scans if one in loops or other in loops):
+      raise PipelineError(
+        f'Gradients are taken of the microbatch loop at {one.source_line}, and a pipeline takes them '
+        'inside the loop.\nFix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
+      )
+
+
+def _ends_inside(equation: Equation, direction: str) -> set[int]:
+  """The numbers of the stage ends inside an equation, and of the possible ones, of one direction."""
+  return {
+    mark.params['number']
+    for primitive in (stage_end_p, may_end_p)
+    for mark in eq.occurrences(equation, primitive)
+    if mark.params['direction'] == direction
+  }
 
 
 def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
@@ -166,12 +182,6 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
     )
   if not loops or len(loops) < len(within):
     check_outside([one for one in within if one not in loops])
-  directions = [_directions(one, stage_end_p) for one in loops]
-  if any('backward' in each and 'forward' not in each for each in directions):
-    raise PipelineError(
-      f'Gradients are taken of the microbatch loop at {loops[0].source_line}, and a pipeline takes them '
-      'inside the loop.\nFix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
-    )
   raise PipelineError(
     f'A pipeline has one microbatch loop, and this function has {len(loops)}:\n{source_lines(loops)}\n'
     'Fix: call accumulate once, or make a separate pipeline_jit for each loop.'
@@ -290,7 +300,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
 
   def opens(one: Any) -> bool:
     marks = marks_inside(one)
-    may = one.primitive.name in eq.JITS and may_end_p in marks
+    may = one.primitive.name in compat.JITS and may_end_p in marks
     return may or (stage_end_p in marks and not _repeats(one)) or _is_small(one)
 
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
@@ -315,7 +325,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
 
 def _repeats(equation: Any) -> bool:
   """Whether it is a remat in the backward pass, which recomputes its forward."""
-  return equation.primitive.name in eq.REMATS and bool(equation.params.get('differentiated'))
+  return equation.primitive.name in compat.REMATS and bool(equation.params.get('differentiated'))
 
 
 def _check_recomputed(
@@ -352,7 +362,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
 
 def _is_small(equation: Any) -> bool:
   """Whether a jitted block has cheap elementwise operations only."""
-  return equation.primitive.name in eq.JITS and all(
+  return equation.primitive.name in compat.JITS and all(
     one.primitive.name in residuals.CHEAP or _is_small(one)
     for inside in compat.jaxprs_in(equation.params)
     for one in compat.jaxpr_parts(inside).equations

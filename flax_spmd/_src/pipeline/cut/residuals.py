@@ -25,9 +25,9 @@ _VIEWS = (
   'sharding_constraint'
 )
 _ELEMENTWISE = (
-  'abs add add_any and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt integer_pow '
-  'is_finite le log log1p logistic lt max min mul ne neg not or pad pow reduce_max reduce_sum rsqrt select_n '
-  'sign sin sqrt square sub tanh xor'
+  'abs add add_any and ceil clamp complex conj convert_element_type cos div eq erf exp exp2 expm1 floor ge gt imag '
+  'integer_pow is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pad pow real reduce_max '
+  'reduce_sum rem round rsqrt select_n sign sin sqrt square sub tan tanh xor'
 )
 VIEWS = frozenset(_VIEWS.split())
 """Operations without arithmetic, cheaper to repeat than to store their results."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
 from flax_spmd._src.pipeline.cut.stage_marks import MARKS, marks_inside, stage_end_p
@@ -218,7 +219,7 @@ _FIXES = {
   'scan': 'loop over the stages in Python, with one scan for each, and end stages between the scans.',
   'while': 'loop over the stages in Python, and end stages between iterations.',
   'cond': 'end the stage outside the branches.',
-  **dict.fromkeys(eq.REMATS, 'put nn.remat (jax.checkpoint) inside a stage, not around its end.'),
+  **dict.fromkeys(compat.REMATS, 'put nn.remat (jax.checkpoint) inside a stage, not around its end.'),
 }
 
 
@@ -363,10 +364,10 @@ def _calls_to_inline(
   late = {value for one in backward for value in one.values}
   calls = {}
   for one in body.equations:
-    if position[one] < positions.stages and one.name in eq.JITS and not late.isdisjoint(one.outputs):
-      calls[one] = eq.JITS
-    elif split and position[one] >= positions.stages and one.name in eq.JITS | eq.REMATS:
-      calls[one] = eq.JITS | eq.REMATS
+    if position[one] < positions.stages and one.name in compat.JITS and not late.isdisjoint(one.outputs):
+      calls[one] = compat.JITS
+    elif split and position[one] >= positions.stages and one.name in compat.JITS | compat.REMATS:
+      calls[one] = compat.JITS | compat.REMATS
   return calls
 
 

@@ -25,9 +25,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flax_spmd._src import compat
-from flax_spmd._src.pipeline.argument_checks import named_leaves, unexpected
+from flax_spmd._src.pipeline.argument_checks import check_arrays, named_leaves
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import first_lines, value_text
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError
 
 _numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
@@ -65,14 +65,11 @@ def stage_end(x: Any, name: str | None = None) -> Any:
     raise PipelineError(
       f'stage_end({x!r}): there is no array to cut at.\nFix: pass the arrays that the next stage uses.'
     )
-  strange = unexpected(named_leaves(x))
-  if strange:
-    raise PipelineError(
-      'stage_end: only arrays and numbers can be sent from stage to stage, '
-      'and these leaves are neither:\n'
-      + first_lines(strange)
-      + '\nFix: pass arrays and numbers only; every stage can use the rest as it is.'
-    )
+  check_arrays(
+    named_leaves(x),
+    'stage_end: only arrays and numbers can be sent from stage to stage, and these leaves are neither',
+    'pass arrays and numbers only; every stage can use the rest as it is.',
+  )
   params = {'direction': 'forward', 'number': next(_numbers), 'name': name}
   return treedef.unflatten(stage_end_p.bind(*leaves, **params))
 
@@ -168,6 +165,7 @@ def _identity(name: str) -> Primitive:
   batching.primitive_batchers[primitive] = batch
   ad.primitive_jvps[primitive] = jvp
   ad.primitive_transposes[primitive] = transpose
+  compat.drop_unused_operands(primitive)
   return primitive
 
 

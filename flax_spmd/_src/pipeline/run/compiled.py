@@ -26,7 +26,6 @@ from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_lowering import Executable
 from flax_spmd._src.pipeline.run.state_init import init_on_stages
 from flax_spmd._src.pipeline.schedules.tasks import Task, parse
-from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 _COMPARED_EVERY = 256  # steps; a comparison takes as long as some transfers
@@ -236,8 +235,8 @@ class CompiledPipeline:
       [(f'static {name}', repr(value)) for name, _, value in each]
       for each in (request.static, self._arguments.statics(args, kwargs))
     )
-    both = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
-    return first_lines(differences(*both) or ['  the tree structures differ'])
+    before, after = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
+    return differences(before, after, 'the tree structures differ')
 
 
 def _is_number(leaf: Any) -> bool:

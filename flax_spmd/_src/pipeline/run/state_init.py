@@ -23,7 +23,6 @@ from flax_spmd._src.pipeline.argument_checks import differences, named_arguments
 from flax_spmd._src.pipeline.run.agreement import check_same_state
 from flax_spmd._src.pipeline.run.request import Setting
 from flax_spmd._src.source_lines import warn
-from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 
@@ -102,10 +101,9 @@ def _check_paths(shardings: Any, made: Any) -> None:
   """Raises unless a state has the expected paths in the same order; warns if only other objects in it differ."""
   expected, actual = ([(name, '') for name, _ in named_leaves(tree)] for tree in (shardings, made))
   if actual != expected:
-    lines = differences(expected, actual) or ['  the order of the leaves differs']
     raise PipelineError(
       'create returns a state of another structure than the pipeline was compiled for:\n'
-      f'{first_lines(lines)}\n'
+      f'{differences(expected, actual, "the order of the leaves differs")}\n'
       'Fix: pass the function that creates the state that the pipeline was compiled for.'
     )
   warn(
