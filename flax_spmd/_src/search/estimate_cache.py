@@ -192,11 +192,8 @@ def _outcome(name: str, layout: Layout, content: dict[str, Any]) -> Outcome | No
 
 def _counts(fields: list[Any]) -> Counts:
   counts = Counts(*map(_tuples, fields))
-  loops, products = (
-    tuple(kind(*one) for one in every)
-    for kind, every in ((CountedLoop, counts.loops), (Product, counts.products))
-  )
-  return counts._replace(loops=loops, products=products)
+  loops = tuple(CountedLoop(*one) for one in counts.loops)
+  return counts._replace(loops=loops, products=tuple(Product(*one) for one in counts.products))
 
 
 def _collective(fields: list[Any]) -> Collective:
