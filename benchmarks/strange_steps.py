@@ -106,6 +106,9 @@ def figures(samples: Samples) -> list[Figure]:
     exact('strangers: compiled and not in doubt', len(plain), ''),
     exact('strangers: in doubt', _doubted(pairs), '%', at_most(20)),
     exact('strangers: in doubt, whole step not partitioned', _doubted(quick), '%'),
+    exact('strangers, not partitioned: wire bytes, largest deviation', _high(quick, 'wire', 1.0), '%'),
+    exact('strangers, not partitioned: memory, largest deviation', _high(quick, 'memory', 1.0), '%'),
+    exact('strangers, not partitioned: memory, furthest below', _below(quick), '%'),
     exact('strangers: verdicts on whether it fits', verdicts, ''),
     exact('strangers: of them, wrong', wrong if verdicts else math.nan, '', at_most(0)),
     exact('strangers: top-1 regret, worst model', max(tops[0], default=math.nan), '%', at_most(2)),
@@ -127,9 +130,9 @@ def _median(pairs: Sequence[Pair], part: str) -> float:
   return statistics.median(_errors(pairs, part)) if pairs else math.nan
 
 
-def _high(pairs: Sequence[Pair], part: str) -> float:
-  """The 95th percentile."""
-  return _errors(pairs, part)[round(0.95 * (len(pairs) - 1))] if pairs else math.nan
+def _high(pairs: Sequence[Pair], part: str, share: float = 0.95) -> float:
+  """The error that a share of the pairs does not exceed."""
+  return _errors(pairs, part)[round(share * (len(pairs) - 1))] if pairs else math.nan
 
 
 def _below(pairs: Sequence[Pair]) -> float:

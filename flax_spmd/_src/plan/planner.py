@@ -347,7 +347,9 @@ class _TreePlan:
     maker, leaves = RowMaker(planner.mesh, planner._sharding), iter(jax.tree.leaves(stored))
     units = zip(names.paths, names.fields, names.statics, strict=True)
     for index, (path, field, static) in enumerate(units):
-      for where, (own, shape, inference, resolution) in self._located(index, path):
+      arrays = list(self._arrays(index))
+      for number, (own, shape, inference, resolution) in enumerate(arrays):
+        where = path if len(arrays) == 1 else f'{path}/{number}'
         leaf = own if stored is None else next(leaves)
         rows.append(
           maker.row(
@@ -364,31 +366,18 @@ class _TreePlan:
     return rows
 
   def problems(self) -> list[Problem]:
-    """The problems of all arrays, without those that a copy shares with its parameter."""
+    """The problems of all arrays, without those that a copy shares with its parameter; once for equal arrays of a box."""
     by_unit = [
-      [
-        (where, problem)
-        for where, array in self._located(index, path)
-        for problem in array.resolution.problems
-      ]
-      for index, path in enumerate(self._names.paths)
+      dict.fromkeys(problem for array in self._arrays(index) for problem in array.resolution.problems)
+      for index in range(len(self._keys))
     ]
-    shared = {
-      copy: {problem for _, problem in by_unit[original]}
-      for copy, original in self._names.copies.items()
-    }
+    copies = self._names.copies
     return self._names.conflicts + [
-      problem.at(where)
-      for index, problems in enumerate(by_unit)
-      for where, problem in problems
-      if problem not in shared.get(index, ())
+      problem.at(path)
+      for index, (path, problems) in enumerate(zip(self._names.paths, by_unit, strict=True))
+      for problem in problems
+      if index not in copies or problem not in by_unit[copies[index]]
     ]
-
-  def _located(self, index: int, path: str) -> list[tuple[str, _ResolvedArray]]:
-    """The arrays of a unit, each with its path: that of the unit, and a number if there are several."""
-    arrays = list(self._arrays(index))
-    paths = [path] if len(arrays) == 1 else [f'{path}/{number}' for number in range(len(arrays))]
-    return list(zip(paths, arrays, strict=True))
 
   @functools.cached_property
   def _keys(self) -> list[Any]:
