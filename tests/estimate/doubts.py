@@ -5,4 +5,4 @@ from flax_spmd._src.estimate.estimator import TPU_DOUBT, UNCHECKED_DOUBT
 
 def doubts_of(outcome):
   """The doubts about a step and its layout, without that of every estimate whose step is not partitioned."""
-  return tuple(one for one in outcome.doubts if one not in (TPU_DOUBT, UNCHECKED_DOUBT))
+  return tuple(one for one in outcome.doubts if not one.startswith((TPU_DOUBT, UNCHECKED_DOUBT)))

@@ -44,8 +44,8 @@ def test_gradients_are_summed_as_in_compiled_programs(name):
   function, shape, batch = SUMS[name]
 
   def create():
-    names = ('rows', 'columns')[: len(shape)]
-    return {'w': spmd.LogicallyPartitioned(jnp.ones(shape), (*[None] * (len(shape) - 2), *names))}
+    names = (*[None] * (len(shape) - 2), 'rows', 'columns')
+    return {'w': spmd.LogicallyPartitioned(jnp.ones(shape), names)}
 
   def step(state, batch):
     loss = lambda state: jnp.sum(jnp.sin(function(state['w'].unbox(), batch)))

@@ -266,10 +266,13 @@ def test_a_step_is_not_partitioned_where_that_is_not_asked_for(whole_steps, monk
   assert Estimator(transformer()).estimate(layout, 'h100:8').source == 'estimated'
 
 
+PARTITIONED = 'XLA for GPUs partitions the step, without a GPU'
+
+
 @pytest.mark.parametrize(
   ('target', 'is_able', 'unchecked'),
   [
-    ('h100:8', False, [UNCHECKED_DOUBT]),
+    ('h100:8', False, [f"{UNCHECKED_DOUBT}; with pip install 'flax-spmd[cuda]', {PARTITIONED}"]),
     ('h100:8', True, []),
     ('mi300:8', False, [UNCHECKED_DOUBT]),
     ('v5e:2x4', False, [TPU_DOUBT]),
@@ -281,14 +284,17 @@ def test_every_estimate_without_a_compiler_is_in_doubt(target, is_able, unchecke
   monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: is_able)
   layout = next(iter(random_layouts(1, 5).values()))
   doubts = Estimator(transformer()).estimate(layout, target, partition=False).doubts
-  assert [one for one in doubts if one in (TPU_DOUBT, UNCHECKED_DOUBT)] == unchecked
+  assert [one for one in doubts if one.startswith((TPU_DOUBT, UNCHECKED_DOUBT))] == unchecked
 
 
-def test_a_step_that_cannot_be_partitioned_is_estimated():
+def test_a_step_that_cannot_be_partitioned_is_estimated(monkeypatch):
+  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
   layout = next(iter(random_layouts(1, 5).values()))  # the partitioner returns nothing in these tests
   estimator = Estimator(transformer())
-  outcome = estimator.estimate(layout, 'h100:8')
-  assert outcome == estimator.estimate(layout, 'h100:8', partition=False)
+  outcome, plain = (
+    estimator.estimate(layout, 'h100:8', partition=is_asked) for is_asked in (True, False)
+  )
+  assert outcome == plain._replace(doubts=(UNCHECKED_DOUBT, *plain.doubts))
   assert partitioned_step(b'no program', {'a': 8}, parse_target('h100:8')) is None
 
 

@@ -91,6 +91,16 @@ def test_a_counter_that_does_not_count_evenly_is_of_unknown_length(advance):
   assert estimated[1].endswith(UNKNOWN) and compiled[1].endswith(UNKNOWN)
 
 
+def test_a_limit_that_changes_makes_the_trips_unknown():
+  def step(state, x):
+    body = lambda carry: (jnp.tanh(carry[0] @ state['w']), carry[1] + 1, carry[2] // 2)
+    return state, jnp.sum(jax.lax.while_loop(lambda carry: carry[1] < carry[2], body, (x, 0, 40))[0])
+
+  [estimated, compiled] = both(TrainStep(step, lambda: {'w': jnp.eye(WIDTH)}, X))
+  assert estimated[0] == compiled[0] == 1
+  assert estimated[1].endswith(UNKNOWN) and compiled[1].endswith(UNKNOWN)
+
+
 def test_a_comparison_shows_that_trips_are_unknown():
   train_step = loop_step(lambda carry: jnp.sum(carry[0]) > 1e-3, lambda i: i + 1, 0)
   assert 'a rough estimate: trip_counts_test.py:' in str(compare(train_step, [LAYOUT], 'cpu:2'))

@@ -128,8 +128,8 @@ class AnalyzedGraph:
       self.uses[value] = self.uses.get(value, 0) + 1
 
   def _find_added(self, block: Block) -> None:
-    # by value that is read once: the product that it is, or is a transpose of
-    products: dict[int, int] = {}
+    """Finds sums of two products; of each, the later product is added to the other one as it is computed."""
+    products: dict[int, int] = {}  # that are read once, by themselves and by their transposes
     for op in block.ops:
       found = sorted({products[value] for value in op.operands if value in products})
       if op.kind == 'add':
@@ -192,19 +192,13 @@ class AnalyzedGraph:
     if made is None or made.kind != 'compare':
       return UNKNOWN
     direction = made.attributes['direction']
-    if (
-      direction == 'NE' and self.graph.values[made.operands[0]].dtype == 'i1'
-    ):  # from false, as JAX converts to bool
-      return self._allowed(made.operands[0], loop)
-    for (counter, limit), way in zip(
-      (made.operands, made.operands[::-1]), (direction, SWAPPED.get(direction, ''))
-    ):
-      start, step, end = (
-        self._initial(counter, loop),
-        self._step(counter, loop),
-        self._initial(limit, loop),
-      )
-      if start is not None and step and end is not None and not self._step(limit, loop):
+    if direction == 'NE' and self.graph.values[made.operands[0]].dtype == 'i1':
+      return self._allowed(made.operands[0], loop)  # from false, as JAX converts to bool
+    sides = made.operands, made.operands[::-1]
+    for (counter, limit), way in zip(sides, (direction, SWAPPED.get(direction, ''))):
+      start, end = (self._initial(value, loop) for value in (counter, limit))
+      step = self._step(counter, loop)
+      if start is not None and step and end is not None and self._step(limit, loop) == 0:
         number = steps(start, step, end, way)
         return UNKNOWN if number is None else Trips(number, 'condition')
     return UNKNOWN

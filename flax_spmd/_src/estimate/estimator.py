@@ -69,8 +69,9 @@ TPU_DOUBT = (
 )
 UNCHECKED_DOUBT = (
   'estimated without a compiler: memory can be off by half, and traffic by a third, where a model is written in another way than '
-  "those that estimates were compared for; with pip install 'flax-spmd[cuda]', XLA for GPUs partitions the step, without a GPU"
+  'those that estimates were compared for'
 )
+_INSTALL = "; with pip install 'flax-spmd[cuda]', XLA for GPUs partitions the step, without a GPU"
 _GROUPS_DOUBT = (
   'axis_name {name!r}: the {groups} parts of the batch are computed apart, and estimated as one, since their '
   'convolutions are in a shard_map'
@@ -239,7 +240,7 @@ class Estimator:
     source = PARTITIONED if is_partitioned else ESTIMATED
     doubts = (*costs.counts.doubts(), *costs.doubts)
     if not is_partitioned:
-      doubts = (*_unchecked(target.chip.platform), *doubts)
+      doubts = (*_unchecked(target.chip.platform, partition), *doubts)
     if groups != self._groups and not is_partitioned:
       doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
@@ -354,11 +355,13 @@ class _AnalyzedStep:
     return partitioned._replace(doubts=costs.unknown) if partitioned else costs
 
 
-def _unchecked(platform: str) -> Iterator[str]:
-  """A doubt about every estimate for a platform, if the whole step is not partitioned."""
+def _unchecked(platform: str, is_asked: bool) -> Iterator[str]:
+  """A doubt about every estimate for a platform, if its step is not partitioned, because that failed or there is no compiler."""
   if platform == 'tpu':
     yield TPU_DOUBT
   elif platform != 'cpu' and not can_partition(platform):
+    yield UNCHECKED_DOUBT + (_INSTALL if platform == 'cuda' else '')
+  elif platform != 'cpu' and is_asked:
     yield UNCHECKED_DOUBT
 
 
