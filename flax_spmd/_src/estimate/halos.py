@@ -9,7 +9,7 @@ moves it by collective-permutes. A reversed dimension moves as a whole.
 
 from __future__ import annotations
 
-import itertools
+import collections
 from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.graph import Op, Spec, shard_count, shard_size, used_axes
@@ -47,7 +47,7 @@ def halo(inputs: int, outputs: int, shards: int, window: Window) -> tuple[int, i
 
 
 def parts(inputs: int, outputs: int, shards: int, start: int) -> list[int]:
-  """The elements of each permute that a slice needs: XLA sends the n-th part of every shard in one of them.
+  """The elements of each permute that a slice needs, as XLA sends them.
 
   Args:
     inputs, outputs: sizes of the dimension.
@@ -58,21 +58,62 @@ def parts(inputs: int, outputs: int, shards: int, start: int) -> list[int]:
     >>> parts(32, 31, 8, 1), parts(32, 8, 4, 0)  # x[1:] sends one element of each shard, x[:8] three parts of two
     ([1], [2, 2, 2])
   """
-  of_input, of_output = (
-    -(-inputs // shards),
-    max(1, -(-outputs // shards)),
-  )  # an empty slice has no parts
-  sent: dict[int, list[tuple[int, int]]] = {}
-  for target in range(-(-outputs // of_output)):
-    first = start + target * of_output
-    last = start + min(outputs, (target + 1) * of_output) - 1
-    for source in range(first // of_input, last // of_input + 1):
+  shard, part = -(-inputs // shards), max(1, -(-outputs // shards))  # an empty slice has no parts
+  ranges = [(start + part * at, start + part * (at + 1)) for at in range(shards)]
+  befores = [shard * at - low for at, (low, _) in enumerate(ranges)]
+  afters = [high - shard * (at + 1) for at, (_, high) in enumerate(ranges)]
+  is_near = max(*befores, *afters) <= 2 * part
+  return _near_parts(befores, afters, shard) if is_near else _far_parts(ranges, shard, inputs)
+
+
+def _near_parts(befores: Sequence[int], afters: Sequence[int], shard: int) -> list[int]:
+  """The elements of each permute, if all devices send the same parts of their shards to the next ones.
+
+  Args:
+    befores, afters: per device, the elements that it needs before and after its shard; negative for parts of its own that
+      it does not need.
+    shard: elements of a shard.
+  """
+  before, after = max(befores[1:]), max(afters[:-1])
+  first, end = -max(befores), shard + max(afters)  # of all that a device needs, from its shard on
+  skipped = min(max(first - shard, 0), max(after, 0)) // shard
+  sent = []
+  for hop in range(-(-before // shard)):
+    if -(hop + 1) * shard < end:
+      sent.append(min(before - hop * shard, shard) - max(-hop * shard - end, 0))
+  for hop in range(skipped, -(-after // shard)):
+    sent.append(min(after - hop * shard, shard) - max(first - (hop + 1) * shard, 0))
+  return sent
+
+
+def _far_parts(ranges: Sequence[tuple[int, int]], shard: int, inputs: int) -> list[int]:
+  """The elements of each permute, if each device sends to those that need its elements, one in each permute.
+
+  Args:
+    ranges: first and last element, exclusive, that each device needs.
+    shard: elements of a shard.
+    inputs: size of the dimension.
+  """
+  waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in ranges]  # place in the range, target, start, end
+  for target, (low, high) in enumerate(ranges):
+    for source in range(low // shard, -(-min(high, inputs) // shard)):
+      start, end = max(low, shard * source), min(high, shard * (source + 1))
       if source != target:
-        at = source * of_input
-        sent.setdefault(source, []).append((max(first - at, 0), min(last - at + 1, of_input)))
-  permutes = itertools.zip_longest(*sent.values())
-  bounds = ([*zip(*filter(None, permute))] for permute in permutes)
-  return [max(ends) - min(starts) for starts, ends in bounds]
+        waiting[source].append((start - low, target, start - shard * source, end - shard * source))
+  queues = [collections.deque(sorted(parts)) for parts in waiting]
+  sent = []
+  while any(queues):
+    targets, first, last = set[int](), shard, 0
+    for queue in filter(None, queues):
+      _, target, start, end = queue[0]
+      is_apart = (first > end and (start, last) == (0, shard)) or (last < start and (first, end) == (0, shard))
+      if targets and (target in targets or is_apart):
+        continue
+      queue.popleft()
+      targets.add(target)
+      first, last = min(first, start), max(last, end)
+    sent.append(last - first)
+  return sent
 
 
 def _parts_of(inputs: int, outputs: int, shards: int, window: Window) -> Sequence[int]:

@@ -168,11 +168,13 @@ def _concatenate(op: Op, context: Context) -> Requirement:
   result = context.result.shape
   grown = next((dim for dim, size in enumerate(context.values[0].shape) if size != result[dim]), None)
   axes = context.result_spec[grown] if grown is not None else ()
-  free = (dim for dim, one in enumerate(context.result_spec) if not one and dim != grown)
-  count = shard_count(axes, context.sizes)
-  other = next((dim for dim in free if result[dim] % count == 0), None)
+  others = [dim for dim in range(len(result)) if dim != grown]
+  taking = lambda dim: (*context.result_spec[dim], *axes)
+  fits = lambda dim: result[dim] % shard_count(taking(dim), context.sizes) == 0
+  free_first = sorted(others, key=lambda dim: bool(context.result_spec[dim]))
+  other = next(filter(fits, free_first), None)
   if axes and other is not None:
-    moved = {grown: (), other: axes}
+    moved = {grown: (), other: taking(other)}
     spec = tuple(moved.get(dim, one) for dim, one in enumerate(context.result_spec))
     doubt = 'a concatenation along a sharded dimension, whose result is gathered several times'
     return Requirement((spec,) * len(context.values), spec, doubt=doubt)
