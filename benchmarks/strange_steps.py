@@ -105,7 +105,6 @@ def figures(samples: Samples) -> list[Figure]:
     exact('strangers: neither estimated nor compiled', counted - len(pairs), '', at_most(0)),
     exact('strangers: compiled and not in doubt', len(plain), ''),
     exact('strangers: in doubt', _doubted(pairs), '%', at_most(20)),
-    exact('strangers: in doubt, whole step not partitioned', _doubted(quick), '%'),
     exact('strangers, not partitioned: wire bytes, largest deviation', _high(quick, 'wire', 1.0), '%'),
     exact('strangers, not partitioned: memory, largest deviation', _high(quick, 'memory', 1.0), '%'),
     exact('strangers, not partitioned: memory, furthest below', _below(quick), '%'),

@@ -8,6 +8,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from tests.estimate.doubts import doubts_of
 
 CPU = parse_target('cpu:8')
 MESHES = ({'data': 8}, {'data': 2, 'model': 4}, {'a': 2, 'b': 2, 'c': 2})
@@ -111,7 +112,7 @@ def errors(operations, seed):
     compiled = compare(step, layouts, CPU.text)
     for number, layout in layouts.items():
       estimated, expected = estimator.estimate(layout, CPU), wire(compiled[number].counts)
-      if not estimated.doubts:
+      if not doubts_of(estimated):
         off = (wire(estimated.counts) - expected) / max(expected, NEGLIGIBLE)
         yield off, f'{name} {sizes} {layout.rules}'
 

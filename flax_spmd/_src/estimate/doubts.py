@@ -12,12 +12,17 @@ the accuracy that estimates have without one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import GraphValue, Spec, shard_count, shard_size
 from flax_spmd._src.text import size_text
 
+UNCHECKED = (
+  'the step is not partitioned: memory can be off by half, and traffic by a third, where a model is written in another way than '
+  'those that estimates were compared for'
+)
+"""The doubt about every estimate whose step no compiler partitions, until a search compares it with compiled layouts."""
 _WIRE, _MEMORY, _FLOPS = 0.05, 0.05, 0.01  # shares of a step's costs; doubts below them do not matter
 _LISTED = 0.01  # share of all doubts; those below it are not listed
 _LEAST = 2**14  # bytes on the wire; a step with less counts as this much
@@ -41,6 +46,11 @@ class Bound(NamedTuple):
 
 
 UNBOUNDED = Bound(math.inf, math.inf)
+
+
+def particular(doubts: Iterable[str]) -> tuple[str, ...]:
+  """The doubts about a step and its layout, without that about every estimate."""
+  return tuple(one for one in doubts if not one.startswith(UNCHECKED))
 
 
 def gathered(value: GraphValue, spec: Spec, sizes: Mapping[str, int], times: int) -> Bound:

@@ -2,7 +2,7 @@
 
     estimator = Estimator(TrainStep(step, create_state, batch))             # traced and lowered once
     outcome = estimator.estimate(layout, 'h100:64')                         # seconds: the compiler assigns buffers
-    outcome = estimator.estimate(layout, 'h100:64', partition=False)        # a tenth of a second, and doubts
+    outcome = estimator.estimate(layout, 'h100:64', partition=False)        # a tenth of a second, always in doubt
 
 The step is lowered on a mesh whose axes are its logical names (`name_mesh`). For a layout, mesh axes replace the
 names. If the target's compiler is installed, it then partitions the whole step, and plans its memory (`partitioned_step`).
@@ -43,6 +43,7 @@ from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.analyzed_graph import AnalyzedGraph, Remembered
 from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
 from flax_spmd._src.estimate.cost_walk import WalkResult, walk
+from flax_spmd._src.estimate.doubts import UNCHECKED
 from flax_spmd._src.estimate.equal_operations import EqualOperations
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
@@ -66,10 +67,6 @@ _MEMORY_ERROR = {ESTIMATED: 0.12, PARTITIONED: 0.07}  # relative error of the pe
 TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
-)
-UNCHECKED_DOUBT = (
-  'estimated without a compiler: memory can be off by half, and traffic by a third, where a model is written in another way than '
-  'those that estimates were compared for'
 )
 _INSTALL = "; with pip install 'flax-spmd[cuda]', XLA for GPUs partitions the step, without a GPU"
 _GROUPS_DOUBT = (
@@ -171,7 +168,8 @@ class Estimator:
       target: hardware to estimate for, as text such as `'h100:8'` or parsed.
       partition: whether to partition the whole step, which takes a few seconds. Without it, FLOPs, collectives and memory
         are estimated, in a tenth of the time; for GPUs, XLA then partitions the single operations for which it has several ways.
-        Where a model is written in another way than those that estimates were compared for, memory can be off by half.
+        Where a model is written in another way than those that estimates were compared for, memory can be off by half, so such
+        an estimate is always in doubt.
 
     Returns:
       The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.
@@ -240,7 +238,7 @@ class Estimator:
     source = PARTITIONED if is_partitioned else ESTIMATED
     doubts = (*costs.counts.doubts(), *costs.doubts)
     if not is_partitioned:
-      doubts = (*_unchecked(target.chip.platform, partition), *doubts)
+      doubts = (_unchecked(target.chip.platform), *doubts)
     if groups != self._groups and not is_partitioned:
       doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
@@ -355,14 +353,11 @@ class _AnalyzedStep:
     return partitioned._replace(doubts=costs.unknown) if partitioned else costs
 
 
-def _unchecked(platform: str, is_asked: bool) -> Iterator[str]:
-  """A doubt about every estimate for a platform, if its step is not partitioned, because that failed or there is no compiler."""
+def _unchecked(platform: str) -> str:
+  """The doubt about every estimate for a platform whose step is not partitioned."""
   if platform == 'tpu':
-    yield TPU_DOUBT
-  elif platform != 'cpu' and not can_partition(platform):
-    yield UNCHECKED_DOUBT + (_INSTALL if platform == 'cuda' else '')
-  elif platform != 'cpu' and is_asked:
-    yield UNCHECKED_DOUBT
+    return TPU_DOUBT
+  return UNCHECKED + (_INSTALL if platform == 'cuda' and not can_partition(platform) else '')
 
 
 def _memory_doubts(peak: int, limit: int, error: float) -> Iterator[str]:

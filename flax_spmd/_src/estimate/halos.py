@@ -94,7 +94,9 @@ def _far_parts(ranges: Sequence[tuple[int, int]], shard: int, inputs: int) -> li
     shard: elements of a shard.
     inputs: size of the dimension.
   """
-  waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in ranges]  # place in the range, target, start, end
+  waiting: list[list[tuple[int, int, int, int]]] = [
+    [] for _ in ranges
+  ]  # place in the range, target, start, end
   for target, (low, high) in enumerate(ranges):
     for source in range(low // shard, -(-min(high, inputs) // shard)):
       start, end = max(low, shard * source), min(high, shard * (source + 1))
@@ -106,7 +108,9 @@ def _far_parts(ranges: Sequence[tuple[int, int]], shard: int, inputs: int) -> li
     targets, first, last = set[int](), shard, 0
     for queue in filter(None, queues):
       _, target, start, end = queue[0]
-      is_apart = (first > end and (start, last) == (0, shard)) or (last < start and (first, end) == (0, shard))
+      is_apart = (first > end and (start, last) == (0, shard)) or (
+        last < start and (first, end) == (0, shard)
+      )
       if targets and (target in targets or is_apart):
         continue
       queue.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import ESTIMATED, Outcome
+from flax_spmd._src.estimate.doubts import particular
 from flax_spmd._src.hlo.counts import Collective, scaled
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
@@ -38,7 +39,7 @@ def corrected(
     counts=counts,
     cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
     fits=peak <= target.chip.memory,
-    doubts=(*outcome.doubts, *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
+    doubts=(*particular(outcome.doubts), *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
   )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.estimate.doubts import particular
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.operation_classes import ClassTraffic, class_of, compared
 from flax_spmd._src.text import plural
@@ -115,7 +116,7 @@ def check_estimates(pairs: Sequence[CheckedPair]) -> EstimateCheck | None:
   if all are: their errors are known to be large, and must not spoil the factors of the others.
   """
   compiled = [pair for pair in pairs if all(one.counts and one.memory for one in pair)]
-  usable = [pair for pair in compiled if not pair[0].doubts] or compiled
+  usable = [pair for pair in compiled if not particular(pair[0].doubts)] or compiled
   if not usable:
     return None
   ratios = [_ratios(*pair) for pair in usable]
