@@ -283,7 +283,7 @@ def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
   front: list[Outcome] = []
   peak = lambda one: one.memory.peak if one.memory else 0
   timed = (one for one in outcomes if one.cost)
-  for one in sorted(timed, key=lambda one: (expected_seconds(one), peak(one))):
+  for one in sorted(timed, key=lambda one: (expected_seconds(one), peak(one), one.source == ESTIMATED)):
     if not front or peak(one) < peak(front[-1]):
       front.append(one)
   return front

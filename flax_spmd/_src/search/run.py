@@ -194,8 +194,7 @@ class SearchRun:
     compiled = {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
     known = self.trials.partitioned | compiled
     check = check_estimates([(self.trials.uncorrected(key), one) for key, one in known.items()])
-    if check:
-      self.trials.correct_by(check)
+    self.trials.correct_by(check)
 
   def _selected(self) -> list[Candidate]:
     """The candidates to compile."""

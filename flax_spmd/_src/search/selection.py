@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.search.candidate import Candidate
-from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_check import traffic
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import Trials, expected_seconds, fits, penalized_seconds
@@ -41,7 +40,7 @@ class Selection(NamedTuple):
     """The best candidates within the budget plus a slack, without rules that have no effect."""
     useful = (one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one))
     best = itertools.islice(useful, self.top)  # lazily: each check may estimate a layout
-    plain = [simplified(one, self.trials.estimated_cost, self.space.simpler) for one in best]
+    plain = [self.trials.simplified(one, self.space.simpler) for one in best]
     return list(dict.fromkeys(plain))
 
   def _offloads_in_vain(self, candidate: Candidate) -> bool:
@@ -69,7 +68,7 @@ class Selection(NamedTuple):
     while pool and len(chosen) < count:
       seen = {name for one in chosen for name in self._classes(one)}
       pool.remove(best := max(pool, key=lambda one: self._unseen(one, seen) if seen else 0.0))
-      plain = simplified(best, self.trials.estimated_cost, self.space.simpler)
+      plain = self.trials.simplified(best, self.space.simpler)
       chosen += [plain] if plain not in chosen else []
     return chosen
 
@@ -122,7 +121,7 @@ class Selection(NamedTuple):
   def shown(self) -> dict[Candidate, Outcome]:
     """The outcomes to show if nothing was compiled: the best estimates, and the best of each preset."""
     best, *others = self.distinct(0.0, expected_seconds)[: max(self.top, _SHOWN)] or [None]
-    plain = [] if best is None else [simplified(best, self.trials.estimated_cost, self.space.simpler)]
+    plain = [] if best is None else [self.trials.simplified(best, self.space.simpler)]
     return {one: self.trials.outcome(one) for one in [*plain, *others, *self.best_presets()]}
 
   def sorted(self, outcomes: Mapping[Any, Outcome]) -> list[tuple[Any, Outcome]]:

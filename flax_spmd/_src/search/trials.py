@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
 from flax_spmd._src.search.corrections import corrected
+from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
@@ -39,6 +41,7 @@ from flax_spmd.errors import EstimatorError, LayoutError, PipelineError, SearchE
 Choices = tuple[tuple[str, Any], ...]
 """Arguments of the step, as name and value."""
 
+_CLOSE = 1e-3  # relative distance of estimates that differ by rules without an effect
 _MISFIT = 10.0  # factor on the time of a layout that needs too much memory
 
 
@@ -193,6 +196,10 @@ class Trials:
     self.partitioned: dict[Candidate, Outcome] = {}
     self.compiled: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
+    self._known: dict[
+      Any, Candidate
+    ] = {}  # of candidates with equal estimates, one that was partitioned or compiled
+    self._simplified: dict[Candidate, Candidate] = {}  # simplified candidates
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
 
@@ -230,11 +237,10 @@ class Trials:
     self.outcome(candidate)
     return self._uncorrected[candidate]
 
-  def correct_by(self, check: EstimateCheck) -> None:
+  def correct_by(self, check: EstimateCheck | None) -> None:
     """Corrects all estimates, those to come too; corrections of an earlier check are undone."""
     self.checked_by = check
-    for candidate in self._uncorrected:
-      self._update(candidate)
+    self._update_all()
 
   @property
   def has_partitioner(self) -> bool:
@@ -242,23 +248,55 @@ class Trials:
     return not self.reason and can_partition(self.task.target.chip.platform)
 
   def partition(self, candidate: Candidate) -> None:
-    """Takes the partitioned step in the place of an estimate."""
+    """Takes the partitioned step in the place of an estimate; `correct_by` then takes it for equal candidates, too."""
     self.outcome(candidate)
     variant, layout = self.variant(candidate.choices), layout_of(candidate, self.batch)
     self.partitioned[candidate] = self._estimate(variant, self.name(candidate), layout, True)
+    self._known[self._key(candidate)] = candidate
     self._update(candidate)
 
   def replace_by(self, compiled: Mapping[Candidate, Outcome]) -> None:
-    """Takes compiled outcomes in the place of estimates, those that do not fit too."""
-    for candidate, outcome in compiled.items():
-      if candidate in self._uncorrected:
-        self.compiled[candidate] = outcome
-        self._update(candidate)
+    """Takes compiled outcomes in the place of estimates, and of those of equal candidates; those that do not fit too."""
+    known = {one: outcome for one, outcome in compiled.items() if one in self._uncorrected}
+    self.compiled |= known
+    self._known |= {self._key(one): one for one in known}
+    self._update_all()
+
+  def simplified(
+    self, candidate: Candidate, simpler: Callable[[Candidate], list[Candidate]]
+  ) -> Candidate:
+    """The candidate without rules that do not lower its estimate. If these change nothing, both have one outcome.
+
+    Args:
+      candidate: the candidate.
+      simpler: the candidates with a rule less.
+    """
+    plain = simplified(candidate, self.estimated_cost, simpler)
+    if candidate in self._uncorrected and _are_close(*map(self.uncorrected, (candidate, plain))):
+      self._simplified[candidate] = plain
+      self._update(candidate)
+    return plain
+
+  def _update_all(self) -> None:
+    for candidate in self._uncorrected:
+      self._update(candidate)
 
   def _update(self, candidate: Candidate) -> None:
-    known = self.compiled.get(candidate) or self.partitioned.get(candidate)
-    outcome = known or self._uncorrected[candidate]
-    self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
+    """Takes the best that is known of a candidate: its own outcome, that of an equal one, or its corrected estimate."""
+    own = self._uncorrected[candidate]
+    for other in (candidate, self._known.get(self._key(candidate)), self._simplified.get(candidate)):
+      if other and (known := self.compiled.get(other) or self.partitioned.get(other)):
+        is_own = other == candidate
+        self.estimated[candidate] = (
+          known if is_own else known._replace(name=own.name, layout=own.layout, source=own.source)
+        )
+        return
+    self.estimated[candidate] = self._corrected(own, self.variant(candidate.choices))
+
+  def _key(self, candidate: Candidate) -> Any:
+    """Equal for candidates with equal estimates."""
+    estimate = self._uncorrected[candidate]
+    return (candidate.choices, estimate.memory, estimate.counts) if estimate.counts else candidate
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
     if self.checked_by is None or variant.estimator is None:
@@ -324,9 +362,7 @@ class Trials:
   def estimate_alone(self, candidate: Candidate) -> Outcome:
     """The estimate of a candidate, corrected, also if it was partitioned or compiled."""
     outcome = self.outcome(candidate)
-    if candidate not in self.compiled and candidate not in self.partitioned:
-      return outcome
-    return self._corrected(self._uncorrected[candidate], self.variant(candidate.choices))
+    return self._corrected(self._uncorrected.get(candidate, outcome), self.variant(candidate.choices))
 
   def estimated_cost(self, candidate: Candidate) -> float:
     """The cost by the estimate alone, to compare candidates of which only some were compiled."""
@@ -365,6 +401,13 @@ def penalized_seconds(outcome: Outcome, memory: int) -> float:
     return float('inf')
   excess = outcome.memory.peak / memory - 1
   return expected_seconds(outcome) * (_MISFIT * (1 + excess) if excess > 0 else 1.0)
+
+
+def _are_close(one: Outcome, other: Outcome) -> bool:
+  """Whether two estimates have the same time and peak memory, nearly."""
+  peaks = (each.memory.peak if each.memory else 0 for each in (one, other))
+  times = map(expected_seconds, (one, other))
+  return math.isclose(*times, rel_tol=_CLOSE) and math.isclose(*peaks, rel_tol=_CLOSE)
 
 
 def fits(outcome: Outcome, memory: int, slack: float = 0.0) -> bool:
