@@ -10,6 +10,7 @@ an estimated one where there is one like it, then by its source line, and only t
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -50,11 +51,17 @@ def class_of(one: Collective) -> str:
     >>> class_of(one), class_of(one._replace(op='dot_general', times=4))
     ('lookups', 'products in loops')
   """
-  words = [word for word in re.split(r'[/:()]', one.op) if word]
+  found = _class_of_operation(one.op)
+  return f'{found} in loops' if one.times > 1 else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _class_of_operation(op: str) -> str:
+  """The class by the path of an operation."""
+  words = [word for word in re.split(r'[/:()]', op) if word]
   last = words[-1] if words else ''
   known = '' if _NO_OPERATION.match(last) else last
-  found = next((name for start, name in _CLASSES.items() if known.startswith(start)), _OTHERS)
-  return f'{found} in loops' if one.times > 1 else found
+  return next((name for start, name in _CLASSES.items() if known.startswith(start)), _OTHERS)
 
 
 def compared(estimated: Counts, compiled: Counts) -> ClassTraffic:
