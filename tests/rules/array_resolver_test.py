@@ -23,6 +23,7 @@ from flax_spmd._src.rules.array_resolver import ArrayResolver, resolver_of
 from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.path_patterns import PathMatcher, plain_text
 from tests import strategies
+from tests.texts import text_of
 
 U = P.UNCONSTRAINED
 SIZES = {'data': 2, 'model': 4}
@@ -32,12 +33,6 @@ MESH = spmd.abstract_mesh(SIZES)
 def spec(rules, path, shape, dtype=jnp.float32, names=None, sizes=SIZES):
   leaf = spmd.Leaf(path, shape, dtype, names)
   return resolver_of(spmd.Rules.of(rules)).resolve(leaf, sizes).stored().spec
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 # -- who owns an array
