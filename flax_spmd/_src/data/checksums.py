@@ -59,8 +59,8 @@ def formula_of(checksum: str) -> str:
 class PendingChecksums:
   """The checksums of leaves, which may be changed or donated from now on.
 
-  In a job of several processes, every process makes this of the same leaves. Work on accelerators is queued, and arrays in host memory are kept. numpy arrays, which can be changed in place, are
-  taken up at once.
+  In a job of several processes, every process makes this of the same leaves. Work on accelerators is queued, and arrays
+  in host memory are kept. numpy arrays, which can be changed in place, are taken up at once.
 
   Args:
     leaves: arrays of any dtype and sharding, and Python numbers.
