@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd._src.data.checksums import PendingChecksums
 from flax_spmd._src.data.mixed_sums import mixed_sums
-from tests.data.random_arrays import DTYPES, drawn, numbers
+from tests.data.random_arrays import DTYPES, SHAPES, SPECS, drawn, numbers
 
 
 def checksums(arrays):
@@ -27,6 +27,18 @@ EITHER = pytest.mark.parametrize('sums', [checksums, of_earlier_versions])
 
 def the_sum(sums, array) -> str:
   return sums([array])[0]
+
+
+@EITHER
+@settings(max_examples=40)
+@given(st.lists(st.tuples(drawn(*SHAPES, (0, 3), ()), drawn(*DTYPES)), max_size=20), drawn(*SPECS[:2]))
+def test_sums_of_many_arrays_equal_those_of_each(sums, mesh, described, spec):
+  arrays = [numbers(shape, dtype, seed) for seed, (shape, dtype) in enumerate(described)]
+  placed = [
+    jax.device_put(x, NamedSharding(mesh, spec if x.shape and x.shape[0] else P())) if i % 3 else x
+    for i, x in enumerate(arrays)
+  ]
+  assert sums(placed) == [the_sum(sums, x) for x in arrays]
 
 
 @EITHER

@@ -14,63 +14,8 @@ import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd._src.rules.bounded_search import MOST_WAYS, UnboundedError, bounded_search, ways
 from flax_spmd._src.rules.path_patterns import searcher
-from tests.strategies import examples
+from tests.strategies import PATTERN_PIECES, examples
 from tests.texts import text_of
-
-PIECES = [
-  *(
-    'a',
-    'b',
-    '/',
-    '0',
-    '.',
-    '*',
-    '+',
-    '?',
-    '[ab]',
-    '[^a]',
-    '[^]a]',
-    '(',
-    ')',
-    '(?:',
-    '|',
-    '^',
-    '$',
-    '\\d',
-  ),
-  *(
-    '\\w',
-    '\\b',
-    '\\B',
-    '\\A',
-    '\\Z',
-    '{0}',
-    '{2}',
-    '{1,2}',
-    '{2,}',
-    '(a|b)',
-    '(ab)?',
-    '(?i:A)',
-    '(?-i:a)',
-    'A',
-  ),
-  *(
-    '.*?',
-    '??',
-    '+?',
-    '{1,2}?',
-    '(?=',
-    '(?!',
-    '(?<=a',
-    '(?<!ab',
-    '(?i)',
-    '(?s)',
-    '(?m)',
-    '\n',
-    '(a*)*',
-    '(a|ab)*',
-  ),
-]
 
 
 def compiles(pattern):
@@ -83,7 +28,7 @@ def compiles(pattern):
 
 @settings(max_examples=examples(500))
 @given(
-  st.lists(st.sampled_from(PIECES), max_size=7).map(''.join).filter(compiles),
+  st.lists(st.sampled_from(PATTERN_PIECES), max_size=7).map(''.join).filter(compiles),
   st.text(alphabet='abA/0.\n', max_size=9),
 )
 def test_a_bounded_search_finds_what_re_finds(pattern, text):
