@@ -61,6 +61,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
 
+from flax_spmd._src.context_values import assigned
+
 ARRAY = array.ArrayImpl  # the type of concrete arrays
 
 # -- meshes; before jax 0.11 their contexts are in another module
@@ -169,11 +171,8 @@ def target_devices(platform: str) -> Iterator[None]:
   meshes = cast(Any, AbstractMesh)
   meshes.devices = property(_abstract_devices)
   meshes.__enter__, meshes.__exit__ = _enter_abstract, _exit_abstract
-  token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
-  try:
+  with assigned(_target_platform, {'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform)):
     yield
-  finally:
-    _target_platform.reset(token)
 
 
 def _abstract_devices(mesh: AbstractMesh) -> Any:
@@ -371,12 +370,8 @@ def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
   `nn.intercept_methods` intercepts calls inside lifted functions, but not the lifted functions themselves. As there, other
   threads are left alone.
   """
-  token = _change.set(change)
-  try:
-    with _lifted.opened():
-      yield
-  finally:
-    _change.reset(token)
+  with assigned(_change, change), _lifted.opened():
+    yield
 
 
 def _changed(name: str, pack: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
