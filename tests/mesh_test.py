@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd._src.mesh import hybrid_grid
+from tests.texts import text_of
 
 
 def ids(mesh):
@@ -61,18 +62,12 @@ def test_physical_axes_may_be_split():
   assert mesh == spmd.make_mesh({'data': 2, 'model': 4})
 
 
-def text_of(*args, **kwargs):
-  with pytest.raises(errors.MeshError) as caught:
-    spmd.make_mesh(*args, **kwargs)
-  return str(caught.value)
-
-
 def test_more_slices_than_there_are():
-  assert text_of({'fsdp': -1}, dcn={'replica': 3}) == dedent("""\
+  assert text_of(errors.MeshError, spmd.make_mesh, {'fsdp': -1}, dcn={'replica': 3}) == dedent("""\
     The mesh needs 3 slices (dcn={'replica': 3}), but the 8 (cpu) are in 1 slice(s) and 1 process(es).
     Fix: choose dcn sizes whose product is the number of slices, or of processes.""")
   assert (
-    text_of({'fsdp': 8}, dcn={'replica': 2})
+    text_of(errors.MeshError, spmd.make_mesh, {'fsdp': 8}, dcn={'replica': 2})
     == dedent("""\
     The mesh {'replica': 2, 'fsdp': 8} needs 16 devices, but 8 (cpu) are available.
     Fix: choose sizes whose product is at most 8, emulate devices with jax.config.update('jax_num_cpu_devices', 16) before JAX is first used, or plan without devices: flax_spmd.abstract_mesh({'replica': 2, 'fsdp': 16}).""").replace(
@@ -122,19 +117,27 @@ def test_processes_count_where_devices_have_no_slices():
 
 
 def test_minus_one_between_slices_that_cannot_be_computed():
-  assert text_of({'fsdp': -1}, dcn={'data': -1, 'replica': 3}, devices=devices_in(4)) == dedent("""\
+  assert text_of(
+    errors.MeshError, spmd.make_mesh, {'fsdp': -1}, dcn={'data': -1, 'replica': 3}, devices=devices_in(4)
+  ) == dedent("""\
     The size of axis 'data' of dcn={'data': -1, 'replica': 3} cannot be computed: the 8 (cpu) are in 4 slice(s), which is not divisible by 3.
     Fix: pass a size for 'data', or choose other sizes that divide 4.""")
-  assert text_of({'fsdp': -1}, dcn={'data': -1, 'replica': 2}) == dedent("""\
+  assert text_of(
+    errors.MeshError, spmd.make_mesh, {'fsdp': -1}, dcn={'data': -1, 'replica': 2}
+  ) == dedent("""\
     The size of axis 'data' of dcn={'data': -1, 'replica': 2} cannot be computed: the 8 (cpu) are in 1 process(es), which is not divisible by 2.
     Fix: pass a size for 'data', or choose other sizes that divide 1.""")
 
 
 def test_invalid_sizes_between_slices():
-  assert text_of({'fsdp': -1}, dcn={'data': -1, 'replica': -1}) == dedent("""\
+  assert text_of(
+    errors.MeshError, spmd.make_mesh, {'fsdp': -1}, dcn={'data': -1, 'replica': -1}
+  ) == dedent("""\
     dcn={'data': -1, 'replica': -1} has more than one size of -1: 'data', 'replica'.
     Fix: pass -1 for one axis only.""")
-  assert text_of({'fsdp': -1}, dcn={'data': 0, 'replica': '2'}) == dedent("""\
+  assert text_of(
+    errors.MeshError, spmd.make_mesh, {'fsdp': -1}, dcn={'data': 0, 'replica': '2'}
+  ) == dedent("""\
     dcn={'data': 0, 'replica': '2'} has invalid sizes: 'data', 'replica'.
     Fix: pass positive integers; one size may be -1.""")
 
@@ -142,9 +145,12 @@ def test_invalid_sizes_between_slices():
 @pytest.mark.parametrize('axes', [(2, 4), 8, 'data', None])
 def test_a_mesh_without_names(axes):
   fix = "Fix: give every axis a name, as in {'data': 2, 'model': 4}."
-  assert text_of(axes) == f'The mesh is {axes!r}, where the size of each axis is expected.\n{fix}'
   assert (
-    text_of({}, dcn=axes or 3)
+    text_of(errors.MeshError, spmd.make_mesh, axes)
+    == f'The mesh is {axes!r}, where the size of each axis is expected.\n{fix}'
+  )
+  assert (
+    text_of(errors.MeshError, spmd.make_mesh, {}, dcn=axes or 3)
     == f'dcn is {axes or 3!r}, where the size of each axis is expected.\n{fix}'
   )
 

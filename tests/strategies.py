@@ -33,6 +33,15 @@ logical_names = st.sampled_from(LOGICAL_NAMES)
 axis_tuples = st.lists(mesh_axes, max_size=3, unique=True).map(tuple)
 unconstrained = st.just(PartitionSpec.UNCONSTRAINED)
 
+# Parts of regular expressions. Joined, some compile, and many are rare.
+PATTERN_PIECES = [
+  *('a', 'b', '/', '0', '.', '*', '+', '?', '[ab]', '[^a]', '[^]a]', '(', ')', '(?:'),
+  *('|', '^', '$', '\\d', '\\w', '\\b', '\\B', '\\A', '\\Z', '{0}', '{2}', '{1,2}', '{2,}', '(a|b)'),
+  *('(ab)?', '(?i:A)', '(?-i:a)', 'A', '.*?', '??', '+?', '{1,2}?'),
+  *('(?=', '(?!', '(?<=a', '(?<!ab', '(?i)', '(?s)'),
+  *('(?m)', '\n', '(a*)*', '(a|ab)*', '[a|b]', '\\.', '\\(', '\\\\', '\\x61', 'ab', '[a\\]b]', '{', '-'),
+]
+
 # The target of a rule: None, an axis, several axes, an empty tuple, or UNCONSTRAINED.
 rule_targets = st.one_of(st.none(), mesh_axes, axis_tuples, unconstrained)
 

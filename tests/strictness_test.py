@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 RULES = (('batch', 'data'), ('hidden', 'model'))
 STRICT = spmd.Layout({'data': 2, 'model': 4}, RULES, strict=True)
@@ -27,12 +28,6 @@ def count(event, duration, **details):
   compiled.extend([event] if event.endswith('backend_compile_duration') else [])
 
 
-def text_of(call, *args):
-  with pytest.raises(errors.LayoutError) as caught:
-    call(*args)
-  return str(caught.value)
-
-
 def batch():
   return STRICT.shard(BATCH, ('batch', None))
 
@@ -45,7 +40,7 @@ def outer(x):
 
 
 def test_a_large_replicated_result_is_an_error():
-  assert text_of(STRICT.jit(outer), batch()) == (
+  assert text_of(errors.LayoutError, STRICT.jit(outer), batch()) == (
     "result outer: float32[1024,1024] (4 MiB) is replicated on all devices, by the compiler's choice.\n"
     'Fix: constrain it where it is computed, or give its sharding in out_rules; PartitionSpec() replicates it.'
   )
@@ -71,7 +66,7 @@ def test_a_result_whose_names_move_an_argument_is_an_error():
   moved = LENIENT.shard(np.ones((8, 16), np.float32), P('data'))
   state = {'w': spmd.LogicallyPartitioned(moved, names), 'x': batch()}
   step = STRICT.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state))
-  assert text_of(step, state) == (
+  assert text_of(errors.LayoutError, step, state) == (
     "result w: float32[8,16] (512 B) comes out as P(None, 'model'), by its names, but argument 0/w came in as "
     "P('data',).\n"
     'Fix: move the argument there before the call, with layout.shard, or give the sharding of the result in '
@@ -85,7 +80,7 @@ def test_a_result_whose_names_move_an_argument_is_an_error():
 def test_a_result_unlike_all_of_several_arguments_is_an_error():
   a, b = (LENIENT.shard(np.ones((8, 8), np.float32), P(*spec)) for spec in (('data',), (None, 'data')))
   fn = STRICT.jit(lambda a, b: spmd.constrain((a @ b) * 2, P('model')).T)
-  assert text_of(fn, a, b) == (
+  assert text_of(errors.LayoutError, fn, a, b) == (
     "result: float32[8,8] (256 B) comes out as P(None, 'model'), by the compiler's choice, but argument 0 came in as "
     "P('data',), argument 1 came in as P(None, 'data').\n"
     'Fix: move the argument there before the call, with layout.shard, or give the sharding of the result in '
@@ -116,7 +111,7 @@ def test_a_constraint_at_the_end_of_a_function_is_no_drift():
 )
 def test_a_program_without_anything_on_the_mesh_is_an_error(types, fn, effect):
   layout = STRICT.replace(mesh=spmd.make_mesh({'data': 2, 'model': 4}, axis_types=types))
-  assert text_of(layout.jit(fn), np.ones(8, np.float32)) == (
+  assert text_of(errors.LayoutError, layout.jit(fn), np.ones(8, np.float32)) == (
     f"<lambda>: no argument, result or constraint is on the mesh {{'data': 2, 'model': 4}}, so {effect}.\n"
     'Fix: pass arguments from layout.shard or layout.init, or give in_rules; or use jax.jit.'
   )
@@ -146,7 +141,7 @@ def test_rules_of_flax_around_a_call_are_an_error():
     step(x)
   with nn.logical_axis_rules(OTHER):
     for call in (step, step.lower, lambda x: STRICT.init(total, x)):
-      assert text_of(call, x) == (
+      assert text_of(errors.LayoutError, call, x) == (
         "total is called in a block of Flax's logical_axis_rules (or after its set_logical_axis_rules), whose rules "
         "do not apply to a function of a strict layout: (('batch', 'model'),).\n"
         'Fix: call it outside of the block, or pass these rules to the layout.'
@@ -168,9 +163,9 @@ def test_rules_of_flax_around_a_constraint_are_an_error():
     "whose rules replace those of the layout: (('batch', 'model'),).\n"
     'Fix: remove the block, or pass its rules to the layout or to the constraint (rules=).'
   )
-  assert text_of(STRICT.jit(constrained), batch()) == text
+  assert text_of(errors.LayoutError, STRICT.jit(constrained), batch()) == text
   with STRICT:
-    assert text_of(jax.jit(constrained), batch()) == text
+    assert text_of(errors.LayoutError, jax.jit(constrained), batch()) == text
   assert LENIENT.jit(constrained)(batch()).sharding.spec == P('model')
 
 
@@ -188,9 +183,9 @@ def test_a_large_array_without_names_or_rule_is_an_error_in_a_state():
     "Fix: name its dimensions, or add a rule for its path; ('PATH', PartitionSpec()) replicates it."
   )
   for call in (STRICT.plan, STRICT.init, STRICT.abstract):
-    assert text_of(call, create) == text
+    assert text_of(errors.LayoutError, call, create) == text
   host = jax.tree.map(np.asarray, create())
-  assert text_of(STRICT.shard, host) == text
+  assert text_of(errors.LayoutError, STRICT.shard, host) == text
   placed = {'w': None, 'table': ('batch', None), 'cache': P()}
   assert STRICT.shard(host, placed)['table'].sharding.spec == P('data', None)
   ruled = STRICT.replace(rules=(*RULES, ('table', P('data')), ('cache', P())))
@@ -253,7 +248,7 @@ def test_an_error_comes_again_and_before_arguments_are_donated():
   step = STRICT.jit(lambda w, x: (w + 1, outer(x)), donate_argnums=0)
   w, x = LENIENT.shard(np.ones(8, np.float32), P('data')), batch()
   step.explain(w, x)
-  assert text_of(step, w, x) == text_of(step, w, x)
+  assert text_of(errors.LayoutError, step, w, x) == text_of(errors.LayoutError, step, w, x)
   assert not w.is_deleted()
 
 
@@ -265,7 +260,9 @@ def test_arguments_with_other_shardings_are_checked_before_a_call_that_jax_dispa
     w, product = step(w, columns)
     assert not product.sharding.is_fully_replicated
   rows = LENIENT.shard(BATCH, P('data'))
-  assert text_of(step, w, rows).startswith('result 1: float32[1024,1024] (4 MiB) is replicated')
+  assert text_of(errors.LayoutError, step, w, rows).startswith(
+    'result 1: float32[1024,1024] (4 MiB) is replicated'
+  )
   assert not w.is_deleted()
   step(w, columns)
 
@@ -282,7 +279,7 @@ def test_a_call_that_was_explained_before_is_checked():
   step.explain(rows)
   for _ in range(12):
     step(columns)
-  assert 'is replicated on all devices' in text_of(step, rows)
+  assert 'is replicated on all devices' in text_of(errors.LayoutError, step, rows)
 
 
 # -- a value

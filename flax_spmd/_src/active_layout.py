@@ -15,6 +15,7 @@ from typing import Any
 import flax.linen as nn
 
 from flax_spmd._src import compat, open_blocks
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.mesh import MeshLike, axis_sizes, current_mesh, describe
 from flax_spmd._src.open_blocks import InForce as InForce
 from flax_spmd._src.public_module import set_module
@@ -149,12 +150,8 @@ def record_names() -> Iterator[set[str]]:
     {'batch'}
   """
   names: set[str] = set()
-  token = _recorded.set(names)
-  try:
-    with compat.flax_resolutions(report_names):
-      yield names
-  finally:
-    _recorded.reset(token)
+  with assigned(_recorded, names), compat.flax_resolutions(report_names):
+    yield names
 
 
 def report_names(names: Iterable[Any] | None) -> None:

@@ -61,6 +61,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
 
+from flax_spmd._src.context_values import assigned
+
 ARRAY = array.ArrayImpl  # the type of concrete arrays
 
 # -- meshes; before jax 0.11 their contexts are in another module
@@ -169,11 +171,8 @@ def target_devices(platform: str) -> Iterator[None]:
   meshes = cast(Any, AbstractMesh)
   meshes.devices = property(_abstract_devices)
   meshes.__enter__, meshes.__exit__ = _enter_abstract, _exit_abstract
-  token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
-  try:
+  with assigned(_target_platform, {'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform)):
     yield
-  finally:
-    _target_platform.reset(token)
 
 
 def _abstract_devices(mesh: AbstractMesh) -> Any:
@@ -301,6 +300,15 @@ class _Detours:
         for detour in self._detours:
           detour.close()
 
+  @contextlib.contextmanager
+  def opened(self) -> Iterator[None]:
+    """A block that needs them."""
+    self.begin()
+    try:
+      yield
+    finally:
+      self.end()
+
 
 def detours(methods: Iterable[tuple[Any, str]], handler: Callable[..., Any]) -> _Detours:
   """Detours of methods of classes; the handler is called with a method's name, the method and its arguments."""
@@ -359,19 +367,20 @@ def watch_flax_rules(report: Callable[[Any, int | None], None]) -> None:
 def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
   """Applies `change` to the results of lifted modules and methods (`nn.remat`, `nn.jit`, `nn.scan`) in a block.
 
-  `nn.intercept_methods` intercepts calls inside lifted functions, but not the lifted functions themselves.
+  `nn.intercept_methods` intercepts calls inside lifted functions, but not the lifted functions themselves. As there, other
+  threads are left alone.
   """
-  original = lift.pack
-
-  def pack(*args: Any, **kwargs: Any) -> Any:
-    lifted = original(*args, **kwargs)
-    return lambda *inner, **named: change(lifted(*inner, **named))
-
-  lift.pack = pack
-  try:
+  with assigned(_change, change), _lifted.opened():
     yield
-  finally:
-    lift.pack = original
+
+
+def _changed(name: str, pack: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+  lifted, change = pack(*args, **kwargs), _change.get()
+  return lifted if change is None else lambda *inner, **named: change(lifted(*inner, **named))
+
+
+_change: ContextVar[Callable[[Any], Any] | None] = ContextVar('flax_spmd_lifted_results', default=None)
+_lifted = detours([(lift, 'pack')], _changed)
 
 
 def module_fingerprint_detour(handler: Callable[..., Any]) -> _Detours:
@@ -443,37 +452,30 @@ def _names_of_constraint(frame: Any) -> Any:
 
 
 class _ReportedCalls:
-  """A private function of Flax, wrapped while any thread wants its calls reported.
+  """A private function of Flax whose calls are reported, while any thread wants it.
 
   Args:
     name: its name in `flax.linen.spmd`.
-    of_call: function from the arguments and the result of a call to the arguments of a report.
+    of_call: function from the result and the arguments of a call to the arguments of a report.
   """
 
   def __init__(self, name: str, of_call: Callable[..., tuple[Any, ...]]):
-    self._name = name
-    self._original = getattr(linen_spmd, name)
     self._of_call = of_call
     self._reports: list[Callable[..., None]] = []
-    self._lock = threading.Lock()
+    self._detours = detours([(linen_spmd, name)], self._reporting)
 
   @contextlib.contextmanager
   def to(self, report: Callable[..., None]) -> Iterator[None]:
     """Reports the calls in a block."""
-    with self._lock:
-      if not self._reports:
-        setattr(linen_spmd, self._name, self._reporting)
+    with self._detours.opened():
       self._reports.append(report)
-    try:
-      yield
-    finally:
-      with self._lock:
+      try:
+        yield
+      finally:
         self._reports.remove(report)
-        if not self._reports:
-          setattr(linen_spmd, self._name, self._original)
 
-  def _reporting(self, *args: Any, **kwargs: Any) -> Any:
-    result = self._original(*args, **kwargs)
+  def _reporting(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
     reported = self._of_call(result, *args, **kwargs)
     for report in dict.fromkeys(self._reports):
       report(*reported)

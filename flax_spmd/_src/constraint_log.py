@@ -19,6 +19,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src import compat
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.source_lines import line_text, user_frame
 
 
@@ -77,12 +78,10 @@ def record_constraints() -> Iterator[list[ConstraintRequest]]:
   """
   log: dict[ConstraintRequest, int] = {}
   requests: list[ConstraintRequest] = []
-  token = _log.set(log)
   try:
-    with _trace_key(object()), compat.flax_constraints(_report_flax):
+    with assigned(_log, log), _trace_key(object()), compat.flax_constraints(_report_flax):
       yield requests
   finally:
-    _log.reset(token)
     requests += [request._replace(times=times) for request, times in log.items()]
 
 

@@ -34,7 +34,7 @@ from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import plural, size_text, value_text
+from flax_spmd._src.text import array_text, plural, size_text, value_text
 from flax_spmd._src.text_table import TextTable, plain_text
 from flax_spmd.errors import LayoutError, did_you_mean
 
@@ -181,7 +181,8 @@ class Explanation(NamedTuple):
     """
     row = self.row(path)
     lines = [
-      f'{row.path}: {_array(row)} as {row.spec}{_memory_text(row)}, {size_text(row.bytes_per_device)} per device'
+      f'{row.path}: {array_text(row.dtype, row.shape)} as {row.spec}{_memory_text(row)}, '
+      f'{size_text(row.bytes_per_device)} per device'
     ]
     if row.deviation is not None:
       lines.append(f'  not as planned: {row.deviation.text}')
@@ -401,14 +402,11 @@ def _html_name(fold: FoldedRow) -> str:
 
 def _arrays(fold: FoldedRow) -> str:
   """`float32[8,16]`, or `96 x float32[8,16]`."""
-  return _array(fold.row) if fold.count == 1 else f'{fold.count} x {_array(fold.row)}'
+  array = array_text(fold.row.dtype, fold.row.shape)
+  return array if fold.count == 1 else f'{fold.count} x {array}'
 
 
 _NUMBERS = re.compile('[0-9]+')  # names that differ in numbers only are layers, not collections
-
-
-def _array(row: Row) -> str:
-  return f'{row.dtype}[{",".join(map(str, row.shape))}]'
 
 
 def _layout(fold: FoldedRow) -> str:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd import errors
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.whereabouts import (
   Question,
   forget,
@@ -93,11 +94,10 @@ class JointCall:
   @contextlib.contextmanager
   def entered(self) -> Iterator[None]:
     """Makes this the call that exchanges belong to, in this thread and those that copy its context."""
-    token = _current.set(self)
     try:
-      yield
+      with assigned(_current, self):
+        yield
     finally:
-      _current.reset(token)
       self.leave()
 
   def leave(self) -> None:
@@ -241,14 +241,9 @@ class JointCall:
       _forgotten[self._kind] = self.number
 
 
-@contextlib.contextmanager
-def in_front() -> Iterator[None]:
+def in_front() -> contextlib.AbstractContextManager[None]:
   """A block whose calls in threads with its context count as calls of this thread, which waits for them."""
-  token = _front.set(_is_in_front())
-  try:
-    yield
-  finally:
-    _front.reset(token)
+  return assigned(_front, _is_in_front())
 
 
 def _is_in_front() -> bool:

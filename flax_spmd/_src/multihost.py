@@ -81,7 +81,8 @@ def check_same_on_every_process(
   members = everyone() if members is None else members
   if len(members) > 1:
     fix = f'{CALLS}, and check which of them is stuck or has exited.'
-    raise_problems(text_problems(exchange('same', members, f'{subject}\n{value_text}', fix, timeout)))
+    texts = exchange('same', f'{subject}\n{value_text}', members, fix=fix, timeout=timeout)
+    raise_problems(text_problems(texts))
 
 
 def text_problems(texts: Sequence[tuple[list[int], str]]) -> list[Problem]:
@@ -90,14 +91,19 @@ def text_problems(texts: Sequence[tuple[list[int], str]]) -> list[Problem]:
 
 
 def exchange(
-  topic: str, members: tuple[int, ...], text: str, fix: str, timeout: float
+  topic: str,
+  text: str,
+  members: tuple[int, ...] | None = None,
+  *,
+  fix: str = CALLS,
+  timeout: float = TIMEOUT,
 ) -> list[tuple[list[int], str]]:
-  """Exchanges a text between processes.
+  """Exchanges a text between processes. A process that is alone gets its own text.
 
   Args:
     topic: key of this kind of exchange.
-    members: the processes that take part, in order.
     text: this process's text.
+    members: the processes that take part, in order; default: all.
     fix: remedy for the error message if a process does not arrive.
     timeout: seconds to wait for the other processes.
 
@@ -107,16 +113,18 @@ def exchange(
   Raises:
     LayoutError: a member does not arrive in time.
   """
-  differing = differing_parts(topic, members, {'all': text}, fix, timeout)
+  members = everyone() if members is None else members
+  differing = differing_parts(topic, {'all': text}, members, fix=fix, timeout=timeout)
   return differing.get('all', [(list(members), text)])
 
 
 def differing_parts(
   topic: str,
-  members: tuple[int, ...],
   parts: Mapping[str, str],
-  fix: str,
-  timeout: float,
+  members: tuple[int, ...] | None = None,
+  *,
+  fix: str = CALLS,
+  timeout: float = TIMEOUT,
   grouped: tuple[str, ...] = (),
 ) -> dict[str, list[tuple[list[int], str]]]:
   """Exchanges several texts at once, each of them between the processes that pass it.
@@ -138,6 +146,9 @@ def differing_parts(
     LayoutError: a member does not arrive in time.
     FlaxSpmdError: this is part of a joint call, and a process has failed in it.
   """
+  members = everyone() if members is None else members
+  if members == (jax.process_index(),):
+    return {name: [([*members], '')] for name in parts if name.startswith(grouped)}
   answer_others()
   call = current_call()
   folder = f'{call.folder if call else "flax_spmd"}/{topic}/{_digest(repr(members))}'
@@ -190,7 +201,7 @@ def joint(
   with call.entered():
     try:
       yield
-      exchange('end', members, '', CALLS, TIMEOUT)
+      exchange('end', '', members)
     except BaseException as error:
       call.fail(error)
       raise

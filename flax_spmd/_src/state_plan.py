@@ -34,6 +34,7 @@ from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.unmatched_paths import check_some_path_matches
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.strictness import check_state
+from flax_spmd._src.text import array_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -121,9 +122,7 @@ class Plan(Generic[State]):
     check_concrete(mesh)
     abstract = [array for array in self._arrays if isinstance(array, jax.ShapeDtypeStruct)]
     if abstract:
-      kinds = ', '.join(
-        dict.fromkeys(f'{array.dtype}[{",".join(map(str, array.shape))}]' for array in abstract)
-      )
+      kinds = ', '.join(dict.fromkeys(array_text(array.dtype, array.shape) for array in abstract))
       raise LayoutError(
         f'The plan was made with abstract arguments ({kinds}), so it cannot create a state.\n'
         'Fix: pass arrays in their place. One that the function takes abstract too, as lazy_init does, goes into it: '

@@ -23,7 +23,7 @@ from flax_spmd._src.plan.findings import NOTICEABLE
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.result_shardings import same_forms
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import array_text, size_text
 from flax_spmd.errors import Problem, raise_problems
 
 
@@ -49,8 +49,7 @@ def check_state(planner: Planner, tree: Any) -> None:
 
 def _text(row: Row | ProgramArray) -> str:
   """`params/w: float32[512,1024] (2 MiB)`."""
-  sizes = ','.join(map(str, row.shape))
-  return f'{row.path}: {row.dtype}[{sizes}] ({size_text(math.prod(row.shape) * row.dtype.itemsize)})'
+  return f'{row.path}: {array_text(row.dtype, row.shape)} ({size_text(math.prod(row.shape) * row.dtype.itemsize)})'
 
 
 def _is_unnamed(row: Row) -> bool:

@@ -80,6 +80,11 @@ def value_text(value: object) -> str:
 _LONGEST_VALUE = 1000  # characters
 
 
+def array_text(dtype: object, shape: Sequence[int]) -> str:
+  """An array as JAX shows its type: `float32[8,16]`."""
+  return f'{dtype}[{",".join(map(str, shape))}]'
+
+
 def rank_text(shape: Sequence[int]) -> str:
   """The rank of an array, and its shape, unless its sizes are unknown, which are zeros.
 

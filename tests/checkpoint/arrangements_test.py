@@ -19,15 +19,10 @@ from safetensors.numpy import save_file
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd.checkpoint import Changes
+from tests.texts import text_of
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('heads', 'model'), ('mlp', 'model')))
 VALUES = np.arange(8 * 24, dtype=np.float32).reshape(8, 24)
-
-
-def refused(call, *arguments, **options):
-  with pytest.raises(errors.CheckpointError) as caught:
-    call(*arguments, **options)
-  return str(caught.value)
 
 
 def by_flax(path):
@@ -70,7 +65,9 @@ def test_every_kind_of_checkpoint(write, tmp_path):
       'w': spmd.LogicallyPartitioned(jnp.zeros((3, 4, 2, 8)), ('three', 'heads', 'head', 'embed'))
     }
   )
-  assert f'w: {text}' in refused(checkpoint.restore, path, target, changes=changes)
+  assert f'w: {text}' in text_of(
+    errors.CheckpointError, checkpoint.restore, path, target, changes=changes
+  )
   changes = Changes(rearranged={'w': 'embed (three=3 heads=4 head) -> three heads head embed'})
   w = spmd.unbox(checkpoint.restore(path, target, changes=changes))['w']
   assert w.sharding.spec == P(None, 'model', None, 'data')
@@ -248,7 +245,9 @@ def test_a_part_that_is_left_out_is_reported(tmp_path):
   save_file({'attn.qkv': VALUES.reshape(3, 64)}, tmp_path / 'x.safetensors')
   target = LAYOUT.abstract(lambda: {'attn': {name: jnp.zeros(64) for name in 'qk'}})
   changes = Changes(stacks={'attn/qkv': 'attn/{q,k,v}'})
-  assert refused(checkpoint.restore, tmp_path, target, changes=changes) == dedent(f"""\
+  assert text_of(
+    errors.CheckpointError, checkpoint.restore, tmp_path, target, changes=changes
+  ) == dedent(f"""\
     Checkpoint {tmp_path} does not match the target:
     attn/qkv: the checkpoint has 3 layers, the target 2.
     Fix: give the model as many layers as were saved.""")
@@ -257,7 +256,9 @@ def test_a_part_that_is_left_out_is_reported(tmp_path):
 def test_as_many_parts_as_names(tmp_path):
   save_file({'attn.qkv': VALUES.reshape(4, 48)}, tmp_path / 'x.safetensors')
   changes = Changes(stacks={'attn/qkv': 'attn/{q,k,v}'})
-  assert refused(checkpoint.restore, tmp_path, layout=LAYOUT, changes=changes) == dedent("""\
+  assert text_of(
+    errors.CheckpointError, checkpoint.restore, tmp_path, layout=LAYOUT, changes=changes
+  ) == dedent("""\
     The leaves of attn/qkv hold 4 parts, and stacks names 3: attn/{q,k,v}.
     Fix: name as many parts as the stacked dimension has, or choose another dimension.""")
 
@@ -267,7 +268,7 @@ def test_layers_that_do_not_count_from_0(tmp_path):
   save_file({f'layers.{n}.w': VALUES + n for n in (1, 2, 3)}, tmp_path / 'x.safetensors')
   target = {'sparse': {'w': np.zeros((3, 8, 24), np.float32)}}
   changes = Changes(stacks={'sparse': ('layers/{}', 0)})
-  text = refused(checkpoint.restore, tmp_path, target, changes=changes)
+  text = text_of(errors.CheckpointError, checkpoint.restore, tmp_path, target, changes=changes)
   assert (
     text
     == dedent(f"""\
@@ -337,7 +338,7 @@ def test_a_named_layer_that_is_not_there(tmp_path):
   target = {'sparse': {'w': np.zeros((3, 8, 24), np.float32)}}
   changes = Changes(stacks={'sparse': 'layers/{1,2,3}'}, unused='.*')
   assert (
-    refused(checkpoint.restore, tmp_path, target, changes=changes)
+    text_of(errors.CheckpointError, checkpoint.restore, tmp_path, target, changes=changes)
     == dedent(f"""\
     Checkpoint {tmp_path} does not match the target:
     sparse/w: stacks makes it of layers/{{1,2,3}}, and the checkpoint has no layers/3/w.
@@ -355,7 +356,7 @@ def test_the_fix_for_any_numbers_of_layers_stacks_them_in_order(tmp_path_factory
   target = {'blocks': {'w': np.zeros((len(numbers), 8, 24), np.float32)}}
   changes = Changes(stacks={'blocks': 'layers/{}'})
   if numbers != set(range(len(numbers))):
-    text = refused(checkpoint.restore, path, target, changes=changes)
+    text = text_of(errors.CheckpointError, checkpoint.restore, path, target, changes=changes)
     (fix,) = [line for line in text.splitlines() if line.startswith('Fix: name them in order: pass ')]
     changes = eval(fix.removeprefix('Fix: name them in order: pass ').removesuffix('.'))
   restored = checkpoint.restore(path, target, changes=changes)['blocks']['w']
@@ -367,8 +368,12 @@ def test_a_pattern_that_matches_nothing_is_reported_with_other_problems(tmp_path
   changes = Changes(rearranged={'kernel$': 'a b -> b a'})
   same = checkpoint.restore(path, {'w': np.zeros((8, 24), np.float32)}, changes=changes)['w']
   assert np.array_equal(same, VALUES)
-  assert refused(
-    checkpoint.restore, path, {'w': np.zeros((24, 8), np.float32)}, changes=changes
+  assert text_of(
+    errors.CheckpointError,
+    checkpoint.restore,
+    path,
+    {'w': np.zeros((24, 8), np.float32)},
+    changes=changes,
   ) == dedent(f"""\
     Checkpoint {path} does not match the target:
     w: float32[8,24] in the checkpoint, float32[24,8] in the target.
@@ -395,7 +400,7 @@ def test_a_pattern_that_matches_nothing_is_reported_with_other_problems(tmp_path
   ],
 )
 def test_texts_that_are_no_arrangements(text, problem):
-  assert refused(Changes, rearranged={'w': text}) == dedent(f"""\
+  assert text_of(errors.CheckpointError, Changes, rearranged={'w': text}) == dedent(f"""\
     rearranged: {text!r} for 'w' is not an arrangement: {problem}.
     Fix: write the saved dimensions, an arrow, and the new ones: 'out in -> in out'.""")
 
@@ -427,14 +432,18 @@ def test_names_of_dimensions_that_stay_whole_are_kept(tmp_path):
   turned = LAYOUT.abstract(
     lambda: {'w': spmd.LogicallyPartitioned(jnp.zeros((24, 8)), ('embed', 'mlp'))}
   )
-  assert 'float32[mlp=24, embed=8] in the checkpoint, float32[embed=24, mlp=8] in the target' in refused(
-    checkpoint.restore, tmp_path / 'a', turned, changes=Changes(rearranged={'w': 'a b -> b a'})
+  assert 'float32[mlp=24, embed=8] in the checkpoint, float32[embed=24, mlp=8] in the target' in text_of(
+    errors.CheckpointError,
+    checkpoint.restore,
+    tmp_path / 'a',
+    turned,
+    changes=Changes(rearranged={'w': 'a b -> b a'}),
   )
 
 
 @pytest.mark.parametrize('single', ['{q}', '{q,q}', '{q,}', '{a/b,c}'])
 def test_names_of_parts(single):
-  assert refused(Changes, stacks={'qkv': single}) == dedent(f"""\
+  assert text_of(errors.CheckpointError, Changes, stacks={'qkv': single}) == dedent(f"""\
     stacks={{'qkv': {single!r}}} does not name several different parts.
     Fix: write their names in order: stacks={{'qkv': '{{query,key,value}}'}}.""")
 
@@ -447,7 +456,7 @@ def test_layers_of_another_arrangement_are_reported_as_such(tmp_path):
   )
   changes = Changes(stacks={'layers': 'layers/{}'})
   assert (
-    refused(checkpoint.restore, tmp_path, target, changes=changes)
+    text_of(errors.CheckpointError, checkpoint.restore, tmp_path, target, changes=changes)
     == dedent(f"""\
     Checkpoint {tmp_path} does not match the target:
     layers/v: float32[2,8,24] in the checkpoint, float32[2,3,8,8] in the target.

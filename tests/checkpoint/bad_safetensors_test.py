@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import time
 from textwrap import dedent
 
 import jax.numpy as jnp
@@ -257,6 +258,18 @@ def test_an_index_that_lies(case, tmp_path):
     f'The index {index} does not describe a checkpoint:\n{problems}\n'
     'Fix: copy or download the checkpoint again, the index and every file that it names.'
   )
+
+
+def test_a_tensor_that_a_large_index_names_twice(tmp_path):
+  """It took time with the square of the number of tensors: minutes here."""
+  names = [f'"model.layers.{number}": "x.safetensors"' for number in range(100_000)]
+  index = indexed(tmp_path, f'{{"weight_map": {{{", ".join([*names, names[-1]])}}}}}'.encode())
+  begin = time.monotonic()
+  assert refused(tmp_path) == (
+    f"The index {index} does not describe a checkpoint:\nit cannot be read: it has 'model.layers.99999' twice.\n"
+    'Fix: copy or download the checkpoint again, the index and every file that it names.'
+  )
+  assert time.monotonic() - begin < 20
 
 
 def test_names_of_two_files_with_one_path(tmp_path):

@@ -162,6 +162,44 @@ def test_a_pattern_of_paths_to_save_that_is_none(tmp_path):
   assert not (tmp_path / 'a').exists()
 
 
+ALONE = {
+  'renames': {'^w$': 'u'},
+  'rearranged': {'w': 'a -> a'},
+  'stacks': {'layers': 'layers_{}'},
+  'axes': {'embed': 'model'},
+  'moved': 'embed',
+  'resized': 'embed',
+  'dtypes': 'cast',
+  'missing': 'u',
+  'unused': '^v$',
+  'only': 'w',
+}
+
+
+@pytest.mark.parametrize('name', [field.name for field in dataclasses.fields(Changes)])
+def test_a_change_that_needs_a_target_is_refused_without_one(name, tmp_path):
+  layout, state = spmd.Layout({'data': 8}), {'v': jnp.ones(8), 'w': jnp.ones(8)}
+  checkpoint.save(tmp_path / 'a', state, layout=layout)
+  changes = Changes(**{name: ALONE[name]})
+  for function, taken, call in (
+    ('convert', set(), functools.partial(checkpoint.convert, tmp_path / 'a', tmp_path / 'b')),
+    (
+      'save_safetensors',
+      {'unused'},
+      functools.partial(checkpoint.save_safetensors, tmp_path / 'c', state),
+    ),
+  ):
+    if name in {'renames', 'rearranged', 'stacks', 'dtypes', 'only'} | taken:
+      call(changes=changes)
+    else:
+      with pytest.raises(errors.CheckpointError) as caught:
+        call(changes=changes)
+      text = f'{function} has no target, so Changes({name}=...) cannot apply.'
+      assert str(caught.value).startswith(text)
+    with pytest.raises(errors.CheckpointError, match='is not a Changes'):
+      call(changes={name: ALONE[name]})
+
+
 def test_changes_for_a_target_are_refused_by_convert(tmp_path):
   layout = spmd.Layout({'data': 8})
   checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=layout)

@@ -303,6 +303,10 @@ PAIR = {
 }
 
 
+def named(x, *names):
+  return spmd.LogicallyPartitioned(x, names)
+
+
 def derived(tmp_path, saved, target, **given):
   checkpoint.save(tmp_path / 'saved', LAYOUT.shard(saved), LAYOUT)
   return checkpoint.linen_nnx_changes(tmp_path / 'saved', LAYOUT.shard(target), **given)
@@ -351,6 +355,13 @@ def test_a_part_and_a_plan_are_targets(tmp_path):
   changes = checkpoint.linen_nnx_changes(tmp_path / 'saved', target, changes=Changes(only='params'))
   restored = checkpoint.restore(tmp_path / 'saved', target, changes=changes)
   np.testing.assert_array_equal(restored.blocks[1].scale[...], array(8) + 1)
+
+
+def test_dimensions_of_another_size(tmp_path):
+  saved = {'params': {**PAIR['params'], 'up': {'kernel': named(array(8, 24), 'embed', 'hidden')}}}
+  changes = derived(tmp_path, saved, Pair(), changes=Changes(resized='hidden'))
+  restored = checkpoint.restore(tmp_path / 'saved', LAYOUT.shard(Pair()), changes=changes)
+  np.testing.assert_array_equal(restored.up.kernel[...], array(8, 24)[:, :16])
 
 
 def test_shared_variables_and_streams(tmp_path):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from tests.processes import run_process
+from tests.texts import text_of
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('mlp', 'model')))
 INIT = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
@@ -131,12 +132,6 @@ def changed(saved, path, head=(), payload=None):
   return path
 
 
-def raised(kind, call):
-  with pytest.raises(kind) as caught:
-    call()
-  return str(caught.value)
-
-
 def test_numbers_and_typed_keys_as_arguments(tmp_path):
   """JAX exports those of no mesh."""
   step = LAYOUT.jit(lambda x, n, key: x * n + jax.random.uniform(key, x.shape))
@@ -154,7 +149,7 @@ def test_another_version_of_jax(saved, tmp_path):
   )
   path = changed(saved, tmp_path / 'p', {'jax': '9.9.9'}, bytes(exported.serialize()))
   first = jax.export.minimum_supported_calling_convention_version
-  assert raised(errors.CheckpointError, lambda: checkpoint.load_program(path)) == (
+  assert text_of(errors.CheckpointError, lambda: checkpoint.load_program(path)) == (
     f'JAX {jax.__version__} cannot run {path}, which JAX 9.9.9 has exported: it has calling convention {future}, and those '
     f'from {first} to {future - 1} are supported.\n'
     'Fix: save it with this version of JAX; an export serves newer versions for six months.'
@@ -163,22 +158,22 @@ def test_another_version_of_jax(saved, tmp_path):
 
 def test_another_number_of_devices(saved, tmp_path):
   path = changed(saved, tmp_path / 'p', {'axes': {'data': 2, 'model': 8}})
-  assert raised(errors.MeshError, lambda: checkpoint.load_program(path)) == (
+  assert text_of(errors.MeshError, lambda: checkpoint.load_program(path)) == (
     f"{path} is a program for the mesh {{'data': 2, 'model': 8}}, but there are only 8 devices.\n"
     'Fix: save it under a layout on these devices, or load it on 16 devices.'
   )
   four = Mesh(np.array(jax.devices()[:4]), ('model',))
-  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, four)) == (
+  assert text_of(errors.MeshError, lambda: checkpoint.load_program(saved, four)) == (
     f"{saved} is a program for the mesh {{'data': 2, 'model': 4}}, not for {{'model': 4}}.\n"
     'Fix: save it under a layout on these devices, or load it on 8 devices.'
   )
   other = spmd.make_mesh({'model': 4, 'data': 2})
-  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, other)) == (
+  assert text_of(errors.MeshError, lambda: checkpoint.load_program(saved, other)) == (
     f"{saved} is a program for the mesh {{'data': 2, 'model': 4}}, not for {{'model': 4, 'data': 2}}.\n"
     'Fix: save it under a layout on these devices, or load it on 8 devices.'
   )
   explicit = spmd.make_mesh({'data': 2, 'model': 4}, axis_types=AxisType.Explicit)
-  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, explicit)) == (
+  assert text_of(errors.MeshError, lambda: checkpoint.load_program(saved, explicit)) == (
     f'{saved} is a program for a mesh with axes of types data: Auto, model: Auto, not data: Explicit, model: Explicit.\n'
     'Fix: pass those to make_mesh as axis_types, or pass no mesh.'
   )
@@ -188,30 +183,30 @@ def test_another_number_of_devices(saved, tmp_path):
 
 def test_files_that_are_no_programs(saved, tmp_path):
   load = checkpoint.load_program
-  assert raised(errors.CheckpointNotFoundError, lambda: load(tmp_path / 'none')) == (
+  assert text_of(errors.CheckpointNotFoundError, lambda: load(tmp_path / 'none')) == (
     f'There is no program at {tmp_path / "none"}.\nFix: pass the file that save_program has written.'
   )
   (tmp_path / 'text').write_text('hello')
-  assert raised(errors.CheckpointDamagedError, lambda: load(tmp_path / 'text')) == (
+  assert text_of(errors.CheckpointDamagedError, lambda: load(tmp_path / 'text')) == (
     f'{tmp_path / "text"} is no program of save_program.\nFix: pass the file that save_program has written.'
   )
   damaged = changed(saved, tmp_path / 'damaged', {'sha256': ''})
-  assert raised(errors.CheckpointDamagedError, lambda: load(damaged)) == (
+  assert text_of(errors.CheckpointDamagedError, lambda: load(damaged)) == (
     f'{damaged} has changed since it was written.\nFix: save the program again.'
   )
   content = saved.read_bytes()
   for old, new in ((b'"w"', b'"v"'), (b'"axes"', b'"axis"'), (b'"donated": []', b'"donated": [1]')):
     damaged.write_bytes(content.replace(old, new, 1))
     assert damaged.read_bytes() != content
-    assert 'has changed since it was written' in raised(
+    assert 'has changed since it was written' in text_of(
       errors.CheckpointDamagedError, lambda: load(damaged)
     )
   newer = changed(saved, tmp_path / 'newer', {'flax_spmd_program': 2})
-  assert raised(errors.CheckpointError, lambda: load(newer)) == (
+  assert text_of(errors.CheckpointError, lambda: load(newer)) == (
     f'A newer version of flax_spmd wrote {newer} (format 2).\nFix: upgrade flax_spmd.'
   )
   tpu = changed(saved, tmp_path / 'tpu', {'platforms': ['tpu']})
-  assert raised(errors.CheckpointError, lambda: load(tpu)) == (
+  assert text_of(errors.CheckpointError, lambda: load(tpu)) == (
     f"{tpu} is a program for tpu, but the devices are of platform 'cpu'.\nFix: save it with platforms=('tpu', 'cpu')."
   )
 
@@ -219,30 +214,30 @@ def test_files_that_are_no_programs(saved, tmp_path):
 def test_steps_that_cannot_be_saved(tmp_path, monkeypatch):
   save = lambda step, *args: checkpoint.save_program(tmp_path / 'p', step, *args)
   x = np.ones(8, np.float32)
-  assert raised(errors.CheckpointError, lambda: save(jax.jit(jnp.sin), x)) == (
+  assert text_of(errors.CheckpointError, lambda: save(jax.jit(jnp.sin), x)) == (
     'A PjitFunction is no function of layout.jit, so it has no shardings to export.\nFix: pass layout.jit(step).'
   )
   linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda m, x: m(x)), linear, x)) == (
+  assert text_of(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda m, x: m(x)), linear, x)) == (
     'The arguments have modules of NNX, which are code of the model.\nFix: nnx.split them, and merge them in the step.'
   )
   static = LAYOUT.jit(lambda x, kind: x)
   for array in (x, np.float32(1)):
-    assert raised(errors.CheckpointError, lambda array=array: save(static, array, 'relu')) == (
+    assert text_of(errors.CheckpointError, lambda array=array: save(static, array, 'relu')) == (
       'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
       'Fix: bind static arguments with functools.partial before layout.jit.'
     )
-  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda: jnp.ones(8)))) == (
+  assert text_of(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda: jnp.ones(8)))) == (
     'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
   )
   callback = LAYOUT.jit(lambda x: jax.pure_callback(np.sin, x, x))
-  text = raised(errors.CheckpointError, lambda: save(callback, x))
+  text = text_of(errors.CheckpointError, lambda: save(callback, x))
   assert text.startswith(f'The step cannot be exported to {tmp_path / "p"}: ')
   assert text.endswith(
     '\nFix: jax.export has to support everything in it; pass its arguments by position, as arrays.'
   )
   monkeypatch.setitem(__import__('sys').modules, 'flatbuffers', None)
-  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(jnp.sin), x)) == (
+  assert text_of(errors.CheckpointError, lambda: save(LAYOUT.jit(jnp.sin), x)) == (
     "jax.export stores programs with flatbuffers, which is not installed.\nFix: pip install 'flax-spmd[export]'."
   )
   assert not list(tmp_path.iterdir())

@@ -16,12 +16,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import verification
 from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
+from tests.texts import text_of
 
 
 def by_size(leaf):

@@ -2,19 +2,12 @@
 
 from textwrap import dedent
 
-import pytest
-
 import flax_spmd as spmd
 from flax_spmd import errors, explore
 from flax_spmd._src.compare.costs import between
+from tests.texts import text_of
 
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'data'), ('mlp', 'model')))
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 def test_a_missing_hardware_file():

@@ -13,18 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 DATA = spmd.fsdp('data', min_size=1)
 
 
 def on(rules, mesh=None, **policies):
   return spmd.Layout(spmd.make_mesh(mesh or {'data': 8}), rules, **policies)
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 def test_equal_static_arguments_of_different_types():

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd.errors import AxisNameError, LayoutError, MeshError, UnmatchedNameError
+from tests.texts import text_of
 
 KEY = jax.random.key(0)
 TX = optax.sgd(0.1, momentum=0.9)
@@ -296,12 +297,6 @@ def test_rbg_keys_draw_different_numbers_in_each_part(impl):
 
   drawn = DATA.jit(draw, axis_name='batch', out_axes=0)(jax.random.key(0, impl=impl), np.ones((16, 4)))
   assert len(np.unique(drawn)) == 16 * 4
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 X = np.ones((16, 4), np.float32)

@@ -4,23 +4,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 DATA = spmd.fsdp('data', min_size=1)
 
 
 def on(rules, mesh=None, **policies):
   return spmd.Layout(spmd.make_mesh(mesh or {'data': 8}), rules, **policies)
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 def test_logical_constraints_under_a_table_without_names():

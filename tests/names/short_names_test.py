@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors, explore
 from tests import strategies
+from tests.texts import text_of
 
 MESH = spmd.abstract_mesh({'data': 2, 'model': 4})
 RULES = (('embed', 'data'), ('kv', 'model'), ('mlp', 'model'))
@@ -32,12 +33,6 @@ X = jnp.linspace(-1.0, 1.0, 8 * 4 * 16).reshape(8, 4, 16)
 
 def box(shape, *names, cls=spmd.LogicallyPartitioned):
   return cls(jax.ShapeDtypeStruct(shape, jnp.float32), names)
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 # -- against Flax

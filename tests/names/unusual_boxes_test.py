@@ -7,12 +7,12 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import pytest
 from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 DATA = spmd.fsdp('data', min_size=1)
 BOTH = {'data': 2, 'model': 4}
@@ -21,12 +21,6 @@ LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'da
 
 def on(rules, mesh=None, **policies):
   return spmd.Layout(spmd.make_mesh(mesh or {'data': 8}), rules, **policies)
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 @flax.struct.dataclass

@@ -1,6 +1,8 @@
 """Automatic stages: models without stage ends are cut into balanced stages, with unchanged results."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import flax.linen as nn
@@ -137,6 +139,39 @@ def test_a_stage_has_few_large_blocks_or_many_small_ones():
   model = Model((256, 64, 64, 64, 64, 256, 256), nn.remat(Block))
   trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)
   assert ranks_of(trained) == [[0], [1], [1], [1], [1], [2], [3]]
+
+
+def test_models_of_other_threads_have_no_stage_ends():
+  """Two pipelines are traced at once, and the first is done first; a model meanwhile and one afterwards are as before."""
+  model = Model((32,) * 4, nn.remat(Block))
+  params = params_of(model)
+  started, overlapped, done = (threading.Event() for _ in range(3))
+
+  def apply(params, x):
+    return model.apply({'params': params}, x)
+
+  def program(number):
+    return str(jax.make_jaxpr(lambda params, x: apply(params, x + number))(params, X[0]))
+
+  def first(params, x):
+    started.set()
+    assert overlapped.wait(60)
+    return apply(params, x)
+
+  def second(params, x):
+    overlapped.set()
+    assert done.wait(60)
+    return apply(params, x)
+
+  with ThreadPoolExecutor(2) as pool:
+    one = pool.submit(LAYOUT.pipeline_jit(first, stages=4).lower, params, X[0])
+    assert started.wait(60)
+    meanwhile = program(1.0)
+    two = pool.submit(LAYOUT.pipeline_jit(second, stages=4).lower, params, X[0])
+    one.result()
+    done.set()
+    two.result()
+  assert 'may_end' not in meanwhile + program(2.0)
 
 
 def test_explicit_stage_ends_take_precedence():

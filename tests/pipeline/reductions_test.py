@@ -33,6 +33,7 @@ from tests.pipeline.cases import (
   mlp,
   squared,
 )
+from tests.texts import text_of
 
 
 class Min:
@@ -158,12 +159,6 @@ def test_place_with_is_the_identity():
 # -- bad input
 
 
-def text_of(call):
-  with pytest.raises(PipelineError) as caught:
-    call()
-  return str(caught.value)
-
-
 class Growing:
   def state(self, count, result):
     return jnp.zeros(2)
@@ -184,7 +179,9 @@ class Silent(Growing):
 
 def test_operations_whose_states_change_form():
   ops = {'a': Growing, 'b': Pair(), 'c': Silent(), 'd': Stack(2), 'e': Stack('x')}
-  assert text_of(lambda: accumulate(lambda x: dict.fromkeys('abcde', x.sum()), X, op=ops)) == dedent("""\
+  assert text_of(
+    PipelineError, lambda: accumulate(lambda x: dict.fromkeys('abcde', x.sum()), X, op=ops)
+  ) == dedent("""\
     accumulate: results that cannot be combined:
       result a: update of Growing returns float32[3], and its state is float32[2].
       result b: the state of Pair is not an array, but a tuple.
@@ -196,18 +193,18 @@ def test_operations_whose_states_change_form():
 
 def test_axes_that_a_batch_lacks():
   batch = {'x': np.ones((4, 2)), 'y': np.ones(4), 'z': 1.0}
-  assert text_of(lambda: accumulate(lambda x: 0.0, batch, axis=1)) == dedent("""\
+  assert text_of(PipelineError, lambda: accumulate(lambda x: 0.0, batch, axis=1)) == dedent("""\
     accumulate: a batch is split along its dimension 1, but these leaves have no such dimension: y: float32[4], z.
     Fix: close over values that are not split into microbatches.""")
   assert (
-    text_of(lambda: accumulate(lambda x: 0.0, {'x': X, 'y': X[0]}, axis=1))
+    text_of(PipelineError, lambda: accumulate(lambda x: 0.0, {'x': X, 'y': X[0]}, axis=1))
     == dedent("""\
     accumulate: the arrays of a batch need the same dimension 1, of size 1 or more:
       x: float32[4, 8, 16]
       y: float32[8, 16]
     Fix: give every array the same number of microbatches or examples; close over values that are not split.""")
   )
-  assert text_of(lambda: accumulate(lambda x: 0.0, X, axis='data')) == dedent("""\
+  assert text_of(PipelineError, lambda: accumulate(lambda x: 0.0, X, axis='data')) == dedent("""\
     accumulate: axis='data' is not an integer.
     Fix: pass one dimension for all arrays.""")
 
@@ -221,9 +218,9 @@ def test_names_of_stages():
 
     return accumulate(lambda x: jax.value_and_grad(loss)(params, x), x, OneFOneB(STAGES))
 
-  text = text_of(lambda: LAYOUT.pipeline_jit(step).lower(PARAMS, X))
+  text = text_of(PipelineError, lambda: LAYOUT.pipeline_jit(step).lower(PARAMS, X))
   assert '(layer 0)' in text and '(layer 1)' in text
-  assert text_of(lambda: stage_end(jnp.ones(2), jnp.ones(2))) == dedent("""\
+  assert text_of(PipelineError, lambda: stage_end(jnp.ones(2), jnp.ones(2))) == dedent("""\
     stage_end: the name Array([1., 1.], dtype=float32) is not a string.
     Fix: pass all arrays as one tree, stage_end((x, y)), and the name as a string.""")
 
@@ -234,12 +231,12 @@ def test_anchors_that_are_on_no_rank():
     _, grads = accumulate(lambda one: grad(params, *one), (x, y), OneFOneB(STAGES), Mean)
     return place_with(grads['w0'], params['w1'])
 
-  text = text_of(lambda: LAYOUT.pipeline_jit(step).lower(PARAMS, X, Y))
+  text = text_of(PipelineError, lambda: LAYOUT.pipeline_jit(step).lower(PARAMS, X, Y))
   line = text.split(':')[1]
   assert text == (
     f'place_with at reductions_test.py:{line}: the anchor does not depend on the microbatch loop, so it is on no '
     'particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
   )
-  assert text_of(lambda: place_with(1.0, {})) == (
+  assert text_of(PipelineError, lambda: place_with(1.0, {})) == (
     'place_with: the anchor {} has no array.\nFix: pass an array of the rank, such as a gradient.'
   )

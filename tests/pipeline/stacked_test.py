@@ -12,6 +12,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import stacked
+from tests.texts import text_of
 
 WIDTH, ROWS = 16, 16
 X = np.asarray(jax.random.normal(jax.random.key(1), (ROWS, WIDTH)))
@@ -140,15 +141,9 @@ def test_stages_pass_a_tree_along_and_split_random_keys():
 # -- bad input
 
 
-def text_of(call):
-  with pytest.raises(PipelineError) as error:
-    call()
-  return str(error.value)
-
-
 def test_a_batch_that_does_not_divide():
   variables = {'params': jax.eval_shape(lambda: create(Model(2, 8)))[0]}
-  assert text_of(lambda: jax.eval_shape(Model(2, 8).apply, variables, X[:12])) == dedent("""\
+  assert text_of(PipelineError, lambda: jax.eval_shape(Model(2, 8).apply, variables, X[:12])) == dedent("""\
     stacked: a batch of 12 cannot be split into 8 equal microbatches.
     Fix: use 6 or 12 microbatches, or another batch size.""")
 
@@ -156,7 +151,7 @@ def test_a_batch_that_does_not_divide():
 def test_scalar_input():
   module = stacked(Masked, 2, 4)()
   inputs = {'x': X, 'mask': np.float32(1)}
-  assert text_of(lambda: module.init(jax.random.key(0), inputs)) == dedent("""\
+  assert text_of(PipelineError, lambda: module.init(jax.random.key(0), inputs)) == dedent("""\
     stacked: the inputs of a stage need the same number of examples in their first dimension:
       mask: float32[]
       x: float32[16, 16]
@@ -165,12 +160,12 @@ def test_scalar_input():
 
 def test_a_stage_that_changes_the_shape():
   module = stacked(nn.Dense, 2, 4)(8)
-  assert text_of(lambda: module.init(jax.random.key(0), X)) == dedent("""\
+  assert text_of(PipelineError, lambda: module.init(jax.random.key(0), X)) == dedent("""\
     stacked: the result of a stage differs from its input, so the next stage cannot take it:
       (root): float32[4, 8] instead of float32[4, 16]
     Fix: return arrays of the same shapes and dtypes; change shapes before or after the stages.""")
 
 
 def test_zero_stages_or_microbatches():
-  assert text_of(lambda: stacked(Block, 0, 4)).startswith('stacked: stages')
-  assert text_of(lambda: stacked(Block, 2, 0)).startswith('stacked: microbatches')
+  assert text_of(PipelineError, lambda: stacked(Block, 0, 4)).startswith('stacked: stages')
+  assert text_of(PipelineError, lambda: stacked(Block, 2, 0)).startswith('stacked: microbatches')

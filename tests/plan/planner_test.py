@@ -6,12 +6,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 BOTH = {'data': 2, 'model': 4}
 ADAFACTOR = optax.adafactor(1e-3, min_dim_size_to_factor=8)
@@ -23,12 +23,6 @@ def on(rules, mesh=None, **policies):
 
 def state_of(params, tx):
   return TrainState.create(apply_fn=None, params=params, tx=tx)
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 def test_a_problem_of_optimizer_state_alone_is_reported():

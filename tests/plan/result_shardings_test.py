@@ -1,21 +1,19 @@
 """Results of jitted functions: sharded by what is in hand, whatever the process did before."""
 
 import itertools
-from typing import Any, NamedTuple
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from tests.history import models
 
 RULES = (('batch', 'data'), ('hidden', 'model'))
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, RULES)
@@ -37,24 +35,8 @@ def placed(shape, *entries):
   return LAYOUT.shard(np.ones(shape, np.float32), P(*entries))
 
 
-class Pair(NamedTuple):
-  state: Any
-  logits: Any
-
-
-@flax.struct.dataclass
-class Result:
-  state: Any
-  logits: Any
-
-
-CONTAINERS = {
-  'tuple': lambda state, logits: (state, logits),
+CONTAINERS = models.CONTAINERS | {
   'list': lambda state, logits: [state, logits],
-  'dict': lambda state, logits: {'state': state, 'logits': logits},
-  'FrozenDict': lambda state, logits: FrozenDict({'state': state, 'logits': logits}),
-  'NamedTuple': Pair,
-  'dataclass': Result,
   'nested': lambda state, logits: {'a': ({'b': state}, [logits])},
 }
 

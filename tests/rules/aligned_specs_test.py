@@ -16,18 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 KERNEL = ('kernel$', P(..., 'data', 'model'))
 
 
 def on(*rules, **policies):
   return spmd.Layout({'data': 2, 'model': 4}, rules, **policies)
-
-
-def text_of(kind, fn, *args):
-  with pytest.raises(kind) as caught:
-    fn(*args)
-  return str(caught.value)
 
 
 class Block(nn.Module):

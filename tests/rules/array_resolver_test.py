@@ -23,6 +23,8 @@ from flax_spmd._src.rules.array_resolver import ArrayResolver, resolver_of
 from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.path_patterns import PathMatcher, plain_text
 from tests import strategies
+from tests.strategies import PATTERN_PIECES
+from tests.texts import text_of
 
 U = P.UNCONSTRAINED
 SIZES = {'data': 2, 'model': 4}
@@ -32,12 +34,6 @@ MESH = spmd.abstract_mesh(SIZES)
 def spec(rules, path, shape, dtype=jnp.float32, names=None, sizes=SIZES):
   leaf = spmd.Leaf(path, shape, dtype, names)
   return resolver_of(spmd.Rules.of(rules)).resolve(leaf, sizes).stored().spec
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 # -- who owns an array
@@ -303,50 +299,8 @@ def compiles(pattern):
     return False
 
 
-PIECES = [
-  'a',
-  'b',
-  '/',
-  '0',
-  '.',
-  '*',
-  '+',
-  '?',
-  '[ab]',
-  '[^a]',
-  '[^]a]',
-  '[a|b]',
-  '(',
-  ')',
-  '(?:',
-  '|',
-  '^',
-  '$',
-  '\\d',
-  '\\.',
-  '\\w',
-  '{0}',
-  '{1,2}',
-  '\\(',
-  '\\\\',
-  '\\x61',
-  '\\b',
-  'ab',
-  '(a|b)',
-  '(ab)?',
-  '(?i:A)',
-  '.*?',
-  '??',
-  '+?',
-  '{1,2}?',
-  '[a\\]b]',
-  '{',
-  '-',
-]
-
-
 @given(
-  st.lists(st.sampled_from(PIECES), max_size=6).map(''.join).filter(compiles),
+  st.lists(st.sampled_from(PATTERN_PIECES), max_size=6).map(''.join).filter(compiles),
   st.text(alphabet='ab/0.A|(){-]\\', max_size=8),
 )
 def test_the_plain_text_of_a_pattern_is_in_all_that_it_matches(pattern, path):

@@ -14,62 +14,8 @@ import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd._src.rules.bounded_search import MOST_WAYS, UnboundedError, bounded_search, ways
 from flax_spmd._src.rules.path_patterns import searcher
-from tests.strategies import examples
-
-PIECES = [
-  *(
-    'a',
-    'b',
-    '/',
-    '0',
-    '.',
-    '*',
-    '+',
-    '?',
-    '[ab]',
-    '[^a]',
-    '[^]a]',
-    '(',
-    ')',
-    '(?:',
-    '|',
-    '^',
-    '$',
-    '\\d',
-  ),
-  *(
-    '\\w',
-    '\\b',
-    '\\B',
-    '\\A',
-    '\\Z',
-    '{0}',
-    '{2}',
-    '{1,2}',
-    '{2,}',
-    '(a|b)',
-    '(ab)?',
-    '(?i:A)',
-    '(?-i:a)',
-    'A',
-  ),
-  *(
-    '.*?',
-    '??',
-    '+?',
-    '{1,2}?',
-    '(?=',
-    '(?!',
-    '(?<=a',
-    '(?<!ab',
-    '(?i)',
-    '(?s)',
-    '(?m)',
-    '\n',
-    '(a*)*',
-    '(a|ab)*',
-  ),
-]
+from tests.strategies import PATTERN_PIECES, examples
+from tests.texts import text_of
 
 
 def compiles(pattern):
@@ -82,7 +28,7 @@ def compiles(pattern):
 
 @settings(max_examples=examples(500))
 @given(
-  st.lists(st.sampled_from(PIECES), max_size=7).map(''.join).filter(compiles),
+  st.lists(st.sampled_from(PATTERN_PIECES), max_size=7).map(''.join).filter(compiles),
   st.text(alphabet='abA/0.\n', max_size=9),
 )
 def test_a_bounded_search_finds_what_re_finds(pattern, text):
@@ -183,12 +129,6 @@ def test_nested_repetitions_without_ambiguity_are_allowed(pattern):
   ]
 
 
-def text_of(*clauses):
-  with pytest.raises(errors.RulesError) as caught:
-    spmd.Rules(*clauses)
-  return str(caught.value)
-
-
 @pytest.mark.parametrize(
   ('pattern', 'construct'),
   [(r'((a+)+)\1$', 'groupref'), ('((a+)+)(?>b)', 'atomic_group'), ('(a+)+b++', 'possessive_repeat')],
@@ -196,7 +136,7 @@ def text_of(*clauses):
 def test_an_exponential_search_that_cannot_be_bounded_is_refused(pattern, construct):
   with pytest.raises(UnboundedError):
     bounded_search(pattern)
-  assert text_of(('bias', P()), (pattern, P())) == (
+  assert text_of(errors.RulesError, spmd.Rules, ('bias', P()), (pattern, P())) == (
     f'Rule 1: a search for {pattern!r} may take exponential time, because it has nested repetitions and a '
     f'construct of the kind {construct}.\n'
     'Fix: write it without backreferences and possessive groups, or without a repetition inside a repetition.'
@@ -209,7 +149,9 @@ def test_backreferences_without_nested_repetitions_are_allowed():
 
 
 def test_an_expression_that_is_too_large():
-  assert text_of(('a{99999999999}', P())) == dedent("""\
+  assert text_of(errors.RulesError, spmd.Rules, ('a{99999999999}', P())) == dedent("""\
     Rule 0: 'a{99999999999}' is not a regular expression: the repetition number is too large.
     Fix: correct it; it is searched for in paths such as params/layers/wi.""")
-  assert text_of(('(' * 5000 + ')' * 5000, P())).startswith("Rule 0: '((((")
+  assert text_of(errors.RulesError, spmd.Rules, ('(' * 5000 + ')' * 5000, P())).startswith(
+    "Rule 0: '(((("
+  )

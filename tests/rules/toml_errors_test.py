@@ -11,14 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.texts import text_of
 
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'data'), ('mlp', 'model')))
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 def by_size(leaf):

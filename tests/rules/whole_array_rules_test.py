@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd._src.rules.path_patterns import plain_text
+from tests.texts import text_of
 
 DATA = spmd.fsdp('data', min_size=1)
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'data'), ('mlp', 'model')))
@@ -22,12 +23,6 @@ LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'da
 
 def on(rules, mesh=None, **policies):
   return spmd.Layout(spmd.make_mesh(mesh or {'data': 8}), rules, **policies)
-
-
-def text_of(kind, fn, *args, **kwargs):
-  with pytest.raises(kind) as caught:
-    fn(*args, **kwargs)
-  return str(caught.value)
 
 
 def test_lazy_quantifiers_in_path_rules():

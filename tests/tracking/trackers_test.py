@@ -12,6 +12,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import explore, tracking
 from flax_spmd.errors import LayoutError
+from tests.texts import text_of
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
 
@@ -126,31 +127,25 @@ def test_wandb_offline(explanation, comparison, tmp_path, monkeypatch):
   assert any(explanation._repr_html_() in page for page in pages)
 
 
-def error_of(call, *args, **kwargs):
-  with pytest.raises(LayoutError) as caught:
-    call(*args, **kwargs)
-  return str(caught.value)
-
-
 def test_errors(explanation, tmp_path, monkeypatch):
-  assert error_of(tracking.log_tensorboard, {'w': 1}, Writer()) == dedent("""\
+  assert text_of(LayoutError, tracking.log_tensorboard, {'w': 1}, Writer()) == dedent("""\
     A dict has no report.
     Fix: pass the result of explain, layout.jit(f).explain(...), explore.compare or explore.search.""")
-  assert error_of(tracking.log_tensorboard, explanation, 3) == dedent("""\
+  assert text_of(LayoutError, tracking.log_tensorboard, explanation, 3) == dedent("""\
     A int writes no text and scalars for TensorBoard: it has neither add_text and add_scalar, nor text and scalar, nor write_texts and write_scalars.
     Fix: pass a folder, or a SummaryWriter or MetricWriter.""")
   for name in ('tensorboardX', 'wandb'):
     monkeypatch.setitem(sys.modules, name, None)
-  assert error_of(tracking.log_tensorboard, explanation, tmp_path / 'run') == dedent(f"""\
+  assert text_of(LayoutError, tracking.log_tensorboard, explanation, tmp_path / 'run') == dedent(f"""\
     Writing to {tmp_path / 'run'} for TensorBoard needs the package tensorboardX.
     Fix: pip install 'flax-spmd[tensorboard]', or pass the writer of the run.""")
-  assert error_of(tracking.log_wandb, explanation) == dedent("""\
+  assert text_of(LayoutError, tracking.log_wandb, explanation) == dedent("""\
     Logging to Weights & Biases needs the package wandb.
     Fix: pip install 'flax-spmd[wandb]'.""")
 
 
 def test_there_is_no_run(explanation, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', type('wandb', (), {'run': None}))
-  assert error_of(tracking.log_wandb, explanation) == dedent("""\
+  assert text_of(LayoutError, tracking.log_wandb, explanation) == dedent("""\
     There is no run of wandb to log to.
     Fix: call wandb.init before, or pass run=.""")

@@ -12,7 +12,7 @@ import os
 
 import jax
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes, check_is_changes
+from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes, check_without_target
 from flax_spmd._src.checkpoint.restore import restore
 from flax_spmd._src.checkpoint.save import save
 from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
@@ -20,7 +20,6 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, make_mesh
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format
-from flax_spmd.errors import CheckpointError
 
 
 @set_module('flax_spmd.checkpoint')
@@ -60,13 +59,7 @@ def convert(
     >>> list(checkpoint.show(tmp / 'single').record.leaves)
     ['blocks_0/w', 'blocks_1/w']
   """
-  check_is_changes(changes)
-  needs_target = [name for name in ('axes', 'moved', 'missing', 'unused') if getattr(changes, name)]
-  if needs_target:
-    raise CheckpointError(
-      f'convert has no target, so Changes({"=..., ".join(needs_target)}=...) cannot apply.\n'
-      'Fix: pass only renames, rearranged, stacks, dtypes and only.'
-    )
+  check_without_target(changes, 'convert', 'renames', 'rearranged', 'stacks', 'dtypes', 'only')
   layout = layout or recorded_layout(path)
   tree = restore(path, changes=changes, layout=_on_available_devices(layout), boxed=True, show=show)
   for name in reversed(changes.only.split('/') if changes.only else ()):

@@ -75,10 +75,14 @@ class CheckpointSummary(NamedTuple):
     table = Table(box=None, header_style='bold')
     for title in _TITLES:
       table.add_column(title, overflow='fold')
-    for path, leaf in self.record.leaves.items():
-      array = str(leaf.value) if leaf.value is not None else named(leaf)
-      table.add_row(path, array, _spec_text(leaf), size_text(leaf.bytes), leaf.checksum or '')
+    for row in self._rows():
+      table.add_row(*row)
     return Group(self.title, table, *self._remarks(), (self.record.layout or '').rstrip())
+
+  def _rows(self) -> Iterator[tuple[str, ...]]:
+    for path, leaf in self.record.leaves.items():
+      array = str(leaf.value) if leaf.value is not None else leaf.named
+      yield path, array, _spec_text(leaf), size_text(leaf.bytes), leaf.checksum or ''
 
   def _remarks(self) -> list[str]:
     """The kinds of nodes, the parts without arrays, and those that cannot be read."""
@@ -88,20 +92,7 @@ class CheckpointSummary(NamedTuple):
     return [*kinds, *self.record.unreadable.values()]
 
   def _repr_html_(self) -> str:
-    rows = [
-      tuple(
-        map(
-          safe,
-          (
-            path,
-            leaf.value if leaf.value is not None else named(leaf),
-            _spec_text(leaf),
-            size_text(leaf.bytes),
-          ),
-        )
-      )
-      for path, leaf in self.record.leaves.items()
-    ]
+    rows = [tuple(map(safe, row[:4])) for row in self._rows()]
     layout = collapsed('layout', preformatted(self.record.layout.rstrip())) if self.record.layout else ''
     table = plain_table(_TITLES[:4], rows) if rows else ''
     return f'<p>{safe(self.title)}</p>{table}{bullets(self._remarks())}{layout}'
@@ -127,15 +118,6 @@ class CheckpointDifferences(list[str]):
 
   def _repr_html_(self) -> str:
     return bullets(self) or 'No differences.'
-
-
-def named(leaf: LeafRecord) -> str:
-  """`float32[embed=8, mlp=16]`."""
-  if leaf.names is None:
-    return str(leaf)
-  names = ('+'.join(name) if isinstance(name, tuple) else name for name in leaf.names)
-  sizes = (f'{name}={size}' if name else str(size) for name, size in zip(names, leaf.shape, strict=True))
-  return f'{leaf.dtype}[{", ".join(sizes)}]'
 
 
 def _spec_text(leaf: LeafRecord) -> str:
@@ -230,10 +212,10 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Checkpoi
   """
   a, b = open_checkpoint(one).record, open_checkpoint(other).record
   lines = [
-    f'{path}: only in {one}, {named(leaf)}' for path, leaf in a.leaves.items() if path not in b.leaves
+    f'{path}: only in {one}, {leaf.named}' for path, leaf in a.leaves.items() if path not in b.leaves
   ]
   lines += [
-    f'{path}: only in {other}, {named(leaf)}' for path, leaf in b.leaves.items() if path not in a.leaves
+    f'{path}: only in {other}, {leaf.named}' for path, leaf in b.leaves.items() if path not in a.leaves
   ]
   for path, leaf in a.leaves.items():
     if path in b.leaves:
@@ -250,7 +232,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Checkpoi
 
 def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
   if (one.shape, one.dtype, one.names) != (two.shape, two.dtype, two.names):
-    yield f'{named(one)}, then {named(two)}'
+    yield f'{one.named}, then {two.named}'
   elif one.checksum is not None and two.checksum is not None and one.checksum != two.checksum:
     alike = formula_of(one.checksum) == formula_of(two.checksum)
     same = (

@@ -134,22 +134,20 @@ class _Derivation:
 
   def changes(self) -> Changes:
     """The changes that were given, completed."""
-    given, stacks = self._given, dict(self._given.stacks)
+    given = self._given
     modules = {old: self._optimizer(old, paths[0]) for old, paths in self._paths.items()}
     renames = derived_renames(self._paths, {old: roots for old, roots in modules.items() if roots})
     random = [path for path in self._left_target if self._is_random(path)]
     unused = [path for path in self._left_saved if self._is_random_key(path)]
-    return Changes(
-      renames=renames,
-      rearranged={**self._pairs.rearranged, **dict(given.rearranged)},
-      stacks={**self._pairs.stacks, **stacks},
-      axes=dict(given.axes),
-      moved=given.moved,
-      dtypes=self._casts(),
-      missing=_either(given.missing, random),
-      unused=_either(given.unused, unused),
-      only=given.only,
-    )
+    derived = {
+      'renames': renames,
+      'rearranged': {**self._pairs.rearranged, **dict(given.rearranged)},
+      'stacks': {**self._pairs.stacks, **dict(given.stacks)},
+      'dtypes': self._casts(),
+      'missing': _either(given.missing, random),
+      'unused': _either(given.unused, unused),
+    }
+    return Changes(**vars(given) | derived)
 
   def _optimizer(self, old: str, new: str) -> tuple[str, str] | None:
     """The paths of an optimizer's state on both sides, for one of its leaves; None for other leaves."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Self, Unpack, overload
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
-from flax_spmd._src.checkpoint.restore import restore_with
+from flax_spmd._src.checkpoint.restore import RestoreRequest, restore_with
 from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
 from flax_spmd._src.checkpoint.save import SaveRequest, start_save
 from flax_spmd._src.checkpoint.steps import data_positions
@@ -396,15 +396,12 @@ class Manager:
     with joint('restored step', f'The restore from {self.root}'):
       self._check_layout(target)
       self.wait()
-      options = {
-        'memory': self._request.memory,
-        'show': self._request.show,
-        'changes': changes,
-      } | options
       if target is None and not options.keys() & {'mesh', 'rules'}:
         options.setdefault('layout', self.layout)
+      own = {'memory': self._request.memory, 'show': self._request.show, 'changes': changes}
+      request = RestoreRequest(**own | options)
       if step is not None:
-        return self._restored(checked_step(step), target, (data, data_from), options)
+        return self._restored(checked_step(step), target, (data, data_from), request)
       failed: list[int] = []
       while True:
         untried = [number for number in in_first(self._folder.steps) if number not in failed]
@@ -413,7 +410,7 @@ class Manager:
             f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
           )
         try:
-          return self._restored(untried[-1], target, (data, data_from), options)
+          return self._restored(untried[-1], target, (data, data_from), request)
         except (CheckpointDamagedError, CheckpointNotFoundError) as error:
           failed.append(untried[-1])
           self._skip(untried[-1], error, failed)
@@ -423,7 +420,7 @@ class Manager:
     step: int,
     target: Any,
     moved: tuple[DataIterator | None, MergedPositions | None],
-    options: dict[str, Any],
+    request: RestoreRequest,
   ) -> ResumedState[Any]:
     data, data_from = moved
     path = self._folder.path(step)
@@ -435,7 +432,7 @@ class Manager:
       )
     try:
       state, stored = restore_with(
-        lambda source: {} if data is None else metadata_of(path, source), path, target, **options
+        lambda source: {} if data is None else metadata_of(path, source), path, target, request
       )
     except CheckpointDamagedError as error:
       if step in in_first(self._folder.steps):

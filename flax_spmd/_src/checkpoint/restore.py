@@ -152,71 +152,66 @@ def restore(
     >>> checkpoint.restore(tmp / 'step_3', layout=layout, changes=half)['w'].dtype
     dtype(bfloat16)
   """
-  state, _ = restore_with(
-    lambda source: None,
-    path,
-    target,
-    changes=changes,
-    layout=layout,
-    mesh=mesh,
-    rules=rules,
-    boxed=boxed,
-    verify=verify,
-    salvage=salvage,
-    limit=limit,
-    memory=memory,
-    show=show,
-  )
-  return state
+  request = RestoreRequest(changes, layout, mesh, rules, boxed, verify, salvage, limit, memory, show)
+  return restore_with(lambda source: None, path, target, request)[0]
+
+
+class RestoreRequest(NamedTuple):
+  """The arguments of a restore beside its path and its target; see `restore`."""
+
+  changes: Changes = NO_CHANGES
+  layout: Layout | None = None
+  mesh: Any = None
+  rules: Any = None
+  boxed: bool = False
+  verify: bool = True
+  salvage: bool = False
+  limit: int | None = None
+  memory: int | None = None
+  show: bool = False
 
 
 def restore_with(
   also: Callable[[Source | None], Result],
   path: str | os.PathLike[str],
-  target: Any = None,
-  *,
-  changes: Changes = NO_CHANGES,
-  layout: Layout | None = None,
-  mesh: Any = None,
-  rules: Any = None,
-  boxed: bool = False,
-  verify: bool = True,
-  salvage: bool = False,
-  limit: int | None = None,
-  memory: int | None = None,
-  show: bool = False,
+  target: Any,
+  request: RestoreRequest,
 ) -> tuple[Any, Result]:
   """Restores a checkpoint, and reads something else of the same generation.
 
   Args:
     also: function of the generation, or of None if the path has none.
-    path, target, changes, layout, mesh, rules, boxed, verify, salvage, limit, memory, show: see `restore`.
+    path, target: see `restore`.
+    request: the other arguments of `restore`.
   """
   with joint('restore', f'The restore of {path_text(path)}'):
     async_save.finish()
-    check_bytes(limit=limit, memory=memory)
-    prepared = _prepared(target, layout, mesh, rules, changes)
+    changes, limit = request.changes, request.limit
+    check_bytes(limit=limit, memory=request.memory)
+    prepared = _prepared(target, request)
 
     def read(source: Source | None) -> tuple[Any, Result]:
       reader = reader_of(path, source)
       check_parts(reader, changes, prepared.values if prepared else ())
 
       def planned(reader: CheckpointReader) -> tuple[RestoreTarget, Preflight]:
-        each = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
+        each = prepared or _of_record(reader, request)
         return each, plan_restore(reader, each, changes, limit)
 
       full = (
-        salvage_plan(reader, prepared, planned) if salvage else SalvagePlan(*planned(reader), {}, reader)
+        salvage_plan(reader, prepared, planned)
+        if request.salvage
+        else SalvagePlan(*planned(reader), {}, reader)
       )
       wanted, plan = full.without_lost(), full.plan
       if full.lost:
         plan = plan_restore(full.reader, wanted, changes, limit, full.left_out(wanted))
       plan.check()
       other = also(source)
-      found, damage = _loaded(reader, wanted, plan, verify, memory, salvage, show, full.lost)
+      found, damage = _loaded(reader, wanted, plan, request, full.lost)
       leaves = full.target.values | dict(zip(wanted.values, found, strict=True))
       state = full.target.build(list(leaves.values()))
-      return (SalvagedState(state, damage.leaves, damage.files) if salvage else state), other
+      return (SalvagedState(state, damage.leaves, damage.files) if request.salvage else state), other
 
     return read_whole(as_path(path), read)
 
@@ -225,14 +220,12 @@ def _loaded(
   reader: CheckpointReader,
   target: RestoreTarget,
   plan: Preflight,
-  verify: bool,
-  memory: int | None,
-  salvage: bool,
-  show: bool,
+  request: RestoreRequest,
   lost: Mapping[str, str],
 ) -> tuple[list[Any], Damage]:
   """The leaves of a restore, with a progress bar."""
-  progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
+  progress = ByteProgress(request.show, f'restore {reader.path.name}', plan.bytes_read, 'read')
+  verify, memory, salvage = request.verify, request.memory, request.salvage
   try:
     result = load(
       reader, target.values, plan.routes, verify=verify, memory=memory, salvage=salvage, lost=lost
@@ -278,15 +271,16 @@ def preflight(
     (512, 64)
   """
   check_bytes(limit=limit)
-  prepared = _prepared(target, layout, mesh, rules, changes)
+  request = RestoreRequest(changes, layout, mesh, rules)
+  prepared = _prepared(target, request)
   reader = open_checkpoint(path)
   check_parts(reader, changes, prepared.values if prepared else ())
-  restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed=False)
-  return plan_restore(reader, restored, changes, limit)
+  return plan_restore(reader, prepared or _of_record(reader, request), changes, limit)
 
 
-def _prepared(target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes) -> RestoreTarget | None:
+def _prepared(target: Any, request: RestoreRequest) -> RestoreTarget | None:
   """The restore target of a tree; None without a tree."""
+  changes, layout, mesh, rules, *_ = request
   check_is_changes(changes)
   if not isinstance(layout, Layout | None):
     raise TargetError(
@@ -303,9 +297,7 @@ def _prepared(target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes)
   return targets.of_tree(target, changes.only)
 
 
-def _of_record(
-  reader: CheckpointReader, layout: Any, mesh: Any, rules: Any, changes: Changes, boxed: bool
-) -> RestoreTarget:
+def _of_record(reader: CheckpointReader, request: RestoreRequest) -> RestoreTarget:
   """The restore target of a checkpoint's own record."""
-  result_layout = targets.layout_of(reader.record, layout, mesh, rules)
-  return targets.of_record(reader.record, result_layout, changes, boxed)
+  layout = targets.layout_of(reader.record, request.layout, request.mesh, request.rules)
+  return targets.of_record(reader.record, layout, request.changes, request.boxed)

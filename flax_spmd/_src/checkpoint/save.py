@@ -80,19 +80,8 @@ def save(
     >>> restored['w'].value.sharding.spec
     P('data', None)
   """
-  saving = save_async(
-    path,
-    state,
-    layout,
-    overwrite=overwrite,
-    where=where,
-    compress=compress,
-    pack=pack,
-    memory=memory,
-    durable=durable,
-    show=show,
-  )
-  saving.result()
+  request = SaveRequest(where, compress, pack, memory, durable, show)
+  start_save(path, state, layout, request, overwrite=overwrite).result()
 
 
 @set_module('flax_spmd.checkpoint')

@@ -20,6 +20,7 @@ from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves, converte
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   NO_CHANGES,
   Changes,
+  check_without_target,
   is_selected,
   may_be_unused,
 )
@@ -56,7 +57,6 @@ from flax_spmd._src.text import size_text, value_text, with_article
 from flax_spmd.errors import CheckpointError, CheckpointExistsError, Problem, problems_text
 
 _SHARD_BYTES = 5_000_000_000  # of a folder's files, as in Hugging Face's libraries
-_NEED_TARGET = ('axes', 'moved', 'missing')
 
 
 @set_module('flax_spmd.checkpoint')
@@ -120,12 +120,8 @@ def _leaves(state: Any, changes: Changes) -> dict[str, Any]:
   Raises:
     CheckpointError: `changes` has entries that need a target, or the state has no leaves to save.
   """
-  needs_target = [name for name in _NEED_TARGET if getattr(changes, name)]
-  if needs_target:
-    raise CheckpointError(
-      f'save_safetensors has no target, so Changes({"=..., ".join(needs_target)}=...) cannot apply.\n'
-      'Fix: pass only renames, rearranged, stacks, dtypes, only and unused.'
-    )
+  taken = 'renames', 'rearranged', 'stacks', 'dtypes', 'only', 'unused'
+  check_without_target(changes, 'save_safetensors', *taken)
   flat = skeleton.flatten(box_trees.plain(state))
   leaves = by_path(skeleton.paths(flat.skeleton), flat.leaves)
   kept = {path: leaf for path, leaf in leaves.items() if not may_be_unused(changes, path)}

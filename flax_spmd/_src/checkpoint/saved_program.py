@@ -36,7 +36,7 @@ from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.box_trees import plain
 from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import plural, value_text
+from flax_spmd._src.text import array_text, plural, value_text
 from flax_spmd.errors import (
   CheckpointDamagedError,
   CheckpointError,
@@ -377,4 +377,4 @@ def _differences(wanted: Mapping[str, str], given: Mapping[str, Any]) -> Iterato
 def _text(array: Any) -> str:
   on_host = isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, 'dtype')
   dtype = jnp.result_type(array) if on_host else array.dtype
-  return f'{dtype}[{",".join(map(str, np.shape(array)))}]'
+  return array_text(dtype, np.shape(array))

@@ -20,6 +20,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   stacks_of,
 )
 from flax_spmd._src.checkpoint.matching.layer_stacks import restacked
+from flax_spmd._src.checkpoint.matching.moved_axes import folders
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, after
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.record import (
@@ -40,7 +41,7 @@ from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.rules import toml_format
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.state_plan import Plan
-from flax_spmd._src.text import with_article
+from flax_spmd._src.text import array_text, with_article
 from flax_spmd._src.tree_paths import key_value
 from flax_spmd.errors import (
   CheckpointDamagedError,
@@ -135,9 +136,7 @@ def _part(tree: Any, only: str | None) -> Any:
   """The part of a tree at a path; the whole tree if it has no such part."""
   node = tree
   for name in (only or '').split('/') if only else ():
-    children = jax.tree_util.tree_flatten_with_path(
-      node, is_leaf=lambda inner, node=node: inner is not node
-    )[0]
+    children = skeleton.one_level(node)
     matches = [child for keys, child in children if keys and str(key_value(keys[0])) == name]
     if not matches:
       return tree
@@ -171,7 +170,7 @@ def _incomplete(value: Any) -> str | None:
   sharding = getattr(value, 'sharding', None)
   if sharding is not None and _divides(sharding, tuple(value.shape)):
     return None
-  described = f'({value.dtype}[{",".join(map(str, value.shape))}])'
+  described = f'({array_text(value.dtype, value.shape)})'
   if sharding is None:
     return f'{described} has no sharding'
   return f'{described} does not divide into the shards of {sharding}'
@@ -339,15 +338,10 @@ def _check_tree(paths: Iterable[str]) -> None:
       f'{folder} is a leaf, and {path} is below it.', "rename one, with Changes(renames={'old': 'new'})."
     )
     for path in known
-    if (folder := next((f for f in _folders(path) if f in known), None))
+    if (folder := next((f for f in folders(path) if f in known), None))
   ]
   if problems:
     raise CheckpointError(problems_text(sorted(problems)))
-
-
-def _folders(path: str) -> list[str]:
-  names = path.split('/')
-  return ['/'.join(names[:count]) for count in range(1, len(names))]
 
 
 def _recast(leaf: LeafRecord, changes: Changes) -> LeafRecord:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from flax_spmd._src.data.words import widened
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.multihost import exchange
 
 
 class ArrayBox(NamedTuple):
@@ -47,6 +47,6 @@ def over_processes(values: list[int], topic: str | None, add: Callable[[int, int
   """Adds up the values of all processes, each with a number per array; their own ones without a topic."""
   if jax.process_count() == 1 or not values or topic is None:
     return values
-  received = exchange(topic, tuple(range(jax.process_count())), json.dumps(values), CALLS, TIMEOUT)
+  received = exchange(topic, json.dumps(values))
   each: Sequence[list[int]] = [json.loads(text) for processes, text in received for _ in processes]
   return [functools.reduce(add, column) for column in zip(*each, strict=True)]

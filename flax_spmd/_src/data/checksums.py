@@ -35,25 +35,14 @@ _BLOCK = 1 << 21  # bytes: fits into a cache
 _ONES = 0xFFFFFFFF
 
 
-def checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
-  """A checksum per array or Python number.
-
-  In a job of several processes, every process calls this with the same arrays.
-
-  Args:
-    leaves: arrays of any dtype and sharding, and Python numbers.
-    likes: recorded checksums to compare with, whose formulas are used; default: CRC-32C.
+def own_checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
+  """The checksums of leaves that this process holds as a whole. It exchanges nothing with other processes.
 
   Example:
     >>> x = np.arange(8, dtype=np.float32)
-    >>> checksums([x, jax.device_put(x, jax.devices()[1])])
+    >>> own_checksums([x, jax.device_put(x, jax.devices()[1])])
     ['crc32c:87a3ed00', 'crc32c:87a3ed00']
   """
-  return PendingChecksums(leaves, 'sums', likes).complete()
-
-
-def own_checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
-  """`checksums` of leaves that this process holds as a whole. It exchanges nothing with other processes."""
   return PendingChecksums(leaves, None, likes).complete()
 
 
@@ -68,15 +57,16 @@ def formula_of(checksum: str) -> str:
 
 
 class PendingChecksums:
-  """The `checksums` of leaves that may be changed or donated from now on.
+  """The checksums of leaves, which may be changed or donated from now on.
 
-  Work on accelerators is queued, and arrays in host memory are kept. numpy arrays, which can be changed in place, are
-  taken up at once.
+  In a job of several processes, every process makes this of the same leaves. Work on accelerators is queued, and arrays
+  in host memory are kept. numpy arrays, which can be changed in place, are taken up at once.
 
   Args:
-    leaves: as in `checksums`.
+    leaves: arrays of any dtype and sharding, and Python numbers.
     topic: key of the exchange between processes; None if this process holds all of each leaf.
-    likes: as in `checksums`. Those of earlier versions are taken up at the end.
+    likes: recorded checksums to compare with, whose formulas are used; default: CRC-32C. Those of earlier versions
+      are taken up at the end.
   """
 
   def __init__(self, leaves: Sequence[Any], topic: str | None = 'sums', likes: Sequence[str] = ()):

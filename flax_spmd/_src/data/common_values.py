@@ -15,7 +15,6 @@ import enum
 import functools
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,9 +23,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from flax_spmd._src.array_boxes import Box, boxes_of, volume
 from flax_spmd._src.data.digests import digests
 from flax_spmd._src.data.words import array_of
-from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, ranges, text_problems
+from flax_spmd._src.multihost import CALLS, differ, differing_parts, ranges, text_problems
 from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
@@ -35,8 +35,6 @@ _SHOWN = 4  # elements of an array that a message shows as they are
 _STUCK = f'{CALLS}, and check which of them is stuck or has exited.'
 _EQUAL_ARGUMENTS = 'pass equal values on every process: a key of the same seed, arrays of the same file.'
 _EQUAL_VALUES = 'restore a checkpoint from before on all processes, and pass equal keys, numbers and common rows on each.'
-
-Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class CommonPiece(NamedTuple):
@@ -50,7 +48,7 @@ class CommonPiece(NamedTuple):
   """
 
   array: str
-  bounds: Bounds
+  bounds: Box
   holders: tuple[int, ...]
   value: Any
 
@@ -135,7 +133,7 @@ def _exchange(
     for piece in _pieces(f'{path} ({kind})', leaf, members, None if turn is None else turn + at)
   ]
   parts = {**parts, _KINDS: json.dumps(kinds), **value_parts(pieces)}
-  return differing_parts(topic, members, parts, _STUCK, TIMEOUT)
+  return differing_parts(topic, parts, members, fix=_STUCK)
 
 
 def _value_problems_of(differing: Mapping[str, Any], fix: str) -> list[Problem]:
@@ -175,7 +173,7 @@ def value_problems(differing: Mapping[str, Any], fix: str) -> list[Problem]:
   return problems
 
 
-_ValueTexts: TypeAlias = dict[Bounds, str]  # of the pieces of one array
+_ValueTexts: TypeAlias = dict[Box, str]  # of the pieces of one array
 
 
 def _by_array(text: str) -> dict[str, _ValueTexts]:
@@ -236,7 +234,7 @@ class CommonShard(NamedTuple):
 
   number: int
   position: int
-  bounds: Bounds
+  bounds: Box
   holders: tuple[int, ...]
   size: int
 
@@ -244,23 +242,18 @@ class CommonShard(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def common_shards(sharding: Sharding, shape: tuple[int, ...]) -> tuple[CommonShard, ...]:
   """The distinct shards that this process and others hold."""
-  holders: dict[Bounds, set[int]] = {}
-  positions: dict[Bounds, int] = {}
+  holders: dict[Box, set[int]] = {}
+  positions: dict[Box, int] = {}
   mine = itertools.count()
-  for device, index in sharding.devices_indices_map(shape).items():
-    bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+  for device, bounds in boxes_of(sharding, shape).items():
     holders.setdefault(bounds, set()).add(device.process_index)
     if device.process_index == jax.process_index():
       positions.setdefault(bounds, next(mine))
   return tuple(
-    CommonShard(number, positions[bounds], bounds, tuple(sorted(processes)), _size(bounds))
+    CommonShard(number, positions[bounds], bounds, tuple(sorted(processes)), volume(bounds))
     for number, (bounds, processes) in enumerate(holders.items())
     if bounds in positions and len(processes) > 1
   )
-
-
-def _size(bounds: Bounds) -> int:
-  return math.prod(end - first for first, end in bounds)
 
 
 # -- texts

@@ -177,11 +177,8 @@ class EvenBatches(Iterator[EvenBatch]):
       self._previous = pickle.loads(base64.b64decode(texts[0]))
 
   def _exchanged(self, state: str) -> dict[str, list[int]]:
-    if jax.process_count() == 1:
-      return {state: [0]}
-    everyone = tuple(range(jax.process_count()))
     fix = f'{CALLS}, and check which of them is stuck or has exited.'
-    groups = exchange(self._topic, everyone, state, fix, self._timeout)
+    groups = exchange(self._topic, state, fix=fix, timeout=self._timeout)
     return {text: processes for processes, text in groups}
 
 

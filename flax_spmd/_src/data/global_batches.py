@@ -272,7 +272,9 @@ def _compare(
   values = {} if batch.problems else value_parts(_common_pieces(batch.arrays, arrays))
   loaded = [] if batch.problems or batch in _compared else _loaded(batch.arrays, arrays)
   parts = {_STRUCTURE: text, **values, **rows_digest(loaded)}
-  differing = differing_parts('local_to_global', members, parts, fix, timeout, (ROWS,))
+  differing = differing_parts(
+    'local_to_global', parts, members, fix=fix, timeout=timeout, grouped=(ROWS,)
+  )
   texts = differing.get(_STRUCTURE, [(list(members), text)])
   if len(texts) > 1 or batch.problems:
     reports = [(processes, json.loads(text)) for processes, text in texts]

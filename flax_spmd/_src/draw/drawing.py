@@ -29,7 +29,7 @@ from flax_spmd._src.draw.text_picture import Line, picture, words
 from flax_spmd._src.mesh import axis_sizes, describe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
-from flax_spmd._src.text import plural, value_text
+from flax_spmd._src.text import array_text, plural, value_text
 from flax_spmd.errors import LayoutError
 
 
@@ -113,7 +113,7 @@ def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
   """
   array = getattr(x, 'value', x)
   shape = _shape(array)
-  name = functools.partial(_name, getattr(array, 'dtype', ''))
+  name = functools.partial(array_text, getattr(array, 'dtype', ''))
   sharding = _checked(x, name(shape), getattr(array, 'sharding', None) if sharding is None else sharding)
   if isinstance(sharding, NamedSharding):
     axes = _axes(sharding.spec, name(shape), len(shape))
@@ -185,10 +185,6 @@ def _indices(sharding: Sharding, name: str, shape: tuple[int, ...]) -> Mapping[A
 
 
 # -- the text
-
-
-def _name(dtype: Any, shape: Sequence[int]) -> str:
-  return f'{dtype}[{",".join(map(str, shape))}]'
 
 
 def _spec(spec: Any, rank: int) -> str:

@@ -16,20 +16,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from flax_spmd._src.array_boxes import Box, box_of
 from flax_spmd._src.mesh import MeshLike, axis_sizes
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) per dimension
 
 
 class Slice(NamedTuple):
   """One slice of an array: `(start, stop)` per dimension, and the ids of the devices that hold it."""
 
-  ranges: Ranges
+  ranges: Box
   devices: tuple[int, ...]
 
 
@@ -59,7 +58,7 @@ class Pieces(NamedTuple):
     runs = itertools.pairwise([*starts.tolist(), len(ids)])
     return tuple(Slice(at, tuple(ids[start:stop])) for at, (start, stop) in zip(self.ranges(keys), runs))
 
-  def ranges(self, keys: np.ndarray) -> list[Ranges]:
+  def ranges(self, keys: np.ndarray) -> list[Box]:
     """The (start, stop) per dimension of every key."""
     positions = positions_of(keys, self.counts)
     dims = [map(tuple, bound[at].tolist()) for bound, at in zip(self.bounds, positions)]
@@ -106,7 +105,7 @@ def cut_by_indices(indices: Mapping[Any, Sequence[slice]], shape: Sequence[int])
     shape: shape of the array.
   """
   devices = np.array([device.id for device in indices])
-  ranges = [[at.indices(size)[:2] for at, size in zip(index, shape)] for index in indices.values()]
+  ranges = [box_of(index, tuple(shape)) for index in indices.values()]
   bounds, positions = [], []
   for dim in zip(*ranges):
     bound, position = np.unique(np.array(dim), axis=0, return_inverse=True)

@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flax_spmd._src.draw.slices import Pieces, Ranges, number_of, positions_of
+from flax_spmd._src.array_boxes import Box
+from flax_spmd._src.draw.slices import Pieces, number_of, positions_of
 from flax_spmd._src.text import plural
 
 _ROWS, _ROWS_OF_MORE, _PANELS = 16, 8, 4  # up to 16 rows are all shown; of more, 8
@@ -35,7 +36,7 @@ class Segment(NamedTuple):
   text: str
   role: Literal['words', 'label', 'frame', 'cell']
   key: int = 0
-  ranges: Ranges = ()
+  ranges: Box = ()
 
   @property
   def colour(self) -> str:

@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from flax_spmd._src import compat
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.mesh import MeshLike, axis_types, current_mesh
 from flax_spmd._src.operand_dimensions import operand_dimensions, walk
 from flax_spmd._src.rules.decisions import axis_names
@@ -51,19 +52,14 @@ def explicit_types(mesh: MeshLike) -> Iterator[None]:
     yield
     return
   modules = ModuleTypes()
-  token = _modules.set(modules)
-  _scopes.begin()
   try:
-    with nn.intercept_methods(modules):
+    with assigned(_modules, modules), _scopes.opened(), nn.intercept_methods(modules):
       yield
   except compat.UNTYPED as error:
     if isinstance(error, LayoutError) or error is modules.raised or not compat.is_untyped(error):
       raise
     axes = ', '.join(map(repr, explicit))
     raise LayoutError(_UNTYPED.format(place=place_of(error), axes=axes, error=error)) from error
-  finally:
-    _scopes.end()
-    _modules.reset(token)
 
 
 class ModuleTypes:
@@ -147,11 +143,8 @@ def over_auto_axes(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
       for leaf in jax.tree.leaves((args, kwargs))
       if (staged := compat.staged(compat.unmapped(leaf)[0])) is not None
     }
-    token = _outer_mesh.set(outer)
-    try:
+    with assigned(_outer_mesh, outer):
       result = fn(*args, **kwargs)
-    finally:
-      _outer_mesh.reset(token)
     specs = [_spec_of(leaf, given, outer) for leaf in jax.tree.leaves(result)]
   return _typed(result, specs)
 
@@ -312,11 +305,8 @@ def _lifted(
   fn: Callable[..., Any], scopes: Any, repack: Any, variables: Any, keys: Any, *args: Any, **kwargs: Any
 ) -> Any:
   """The function of a transformation, such as `nn.scan`, whose variables are over Auto axes, as all else in it."""
-  token = _outer_mesh.set(_LIFTED)
-  try:
+  with assigned(_outer_mesh, _LIFTED):
     return fn(scopes, repack, *jax.tree.map(_untyped, (variables, keys)), *args, **kwargs)
-  finally:
-    _outer_mesh.reset(token)
 
 
 _scopes = compat.scope_detours(_called)

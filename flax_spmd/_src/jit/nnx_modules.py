@@ -362,13 +362,9 @@ def _leaves(tree: Any) -> list[Any]:
   return [None if leaf is _Filler else leaf for leaf in jax.tree.leaves(tree)]
 
 
-def _variables_at(nodes: Mapping[int, Any]) -> list[tuple[int, Any]]:
-  """The variables of a graph, with their index, in its order."""
-  return [(i, nodes[i]) for i in sorted(nodes) if compat.is_variable_type(type(nodes[i]))]
-
-
 def _variables(nodes: Mapping[int, Any]) -> list[Any]:
-  return [variable for _, variable in _variables_at(nodes)]
+  """The variables of a graph, in its order."""
+  return [nodes[i] for i in sorted(nodes) if compat.is_variable_type(type(nodes[i]))]
 
 
 def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:

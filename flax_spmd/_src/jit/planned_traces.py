@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.host_memory import on_device, on_host
 from flax_spmd._src.jit.arguments import Arguments
@@ -40,23 +41,15 @@ _planned_trace: ContextVar[bool] = ContextVar('flax_spmd_planned_trace', default
 _no_compilation: ContextVar[bool] = ContextVar('flax_spmd_no_compilation', default=False)
 
 
-@contextlib.contextmanager
-def planned_traces() -> Iterator[None]:
+def planned_traces() -> contextlib.AbstractContextManager[None]:
   """A block whose traces a plan has asked for."""
-  token = _planned_trace.set(True)
-  try:
-    yield
-  finally:
-    _planned_trace.reset(token)
+  return assigned(_planned_trace, True)
 
 
 def repeated(function: Any, *args: Any, **kwargs: Any) -> Any:
   """A call that is interrupted if JAX has to compile for it."""
-  token = _no_compilation.set(True)
-  try:
+  with assigned(_no_compilation, True):
     return function(*args, **kwargs)
-  finally:
-    _no_compilation.reset(token)
 
 
 def _interrupt() -> None:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 
 from flax_spmd._src.hlo.collectives import Collective
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import array_text, size_text
 from flax_spmd._src.tree_paths import path_string
 
 
@@ -64,7 +64,7 @@ class ProgramArray(NamedTuple):
   @property
   def array(self) -> str:
     """`float32[8,16]`."""
-    return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+    return array_text(self.dtype, self.shape)
 
   @property
   def sharding(self) -> str:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.mesh import MeshLike, describe
+from flax_spmd._src.text import array_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
 
@@ -89,7 +90,7 @@ def explained_arguments(arguments: Arguments, args: Any, kwargs: Any, mesh: Mesh
 def _abstract(leaves: Sequence[tuple[str, Any]]) -> list[Problem]:
   return [
     Problem(
-      f'{path} is abstract, {leaf.dtype}[{",".join(map(str, leaf.shape))}].',
+      f'{path} is abstract, {array_text(leaf.dtype, leaf.shape)}.',
       'pass arrays, as layout.init creates them; .lower, .trace, .eval_shape and .explain accept abstract arguments.',
     )
     for path, leaf in leaves

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec, Sharding
 from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.constraint_log import report_constraint
 from flax_spmd._src.constraints import constrain, mesh_for_constraints, with_logical_constraint
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.names.box_trees import is_unit, static_of
 from flax_spmd._src.public_module import set_module
@@ -118,11 +119,8 @@ def warn_of_unused_annotations(fn: Callable[..., Any], reported: set[str]) -> It
   Only the first trace warns: JAX may cache inner functions, whose annotations a later trace then misses.
   """
   annotations: dict[str, bool] = {}
-  token = _annotations.set(annotations)
-  try:
+  with assigned(_annotations, annotations):
     yield
-  finally:
-    _annotations.reset(token)
   rules = in_force().rules
   unused = [
     f'{index} {rules.clauses[index]!r}'

@@ -40,7 +40,7 @@ from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd._src.text import shown, value_text
+from flax_spmd._src.text import array_text, shown, value_text
 from flax_spmd.errors import LayoutError, MeshAxisError, MeshError, RulesError, raise_problems
 
 PARTITION_NAME = meta.PARTITION_NAME
@@ -618,4 +618,4 @@ def _short(value: Any) -> str:
   """`float32[8,16]` for an array or its stand-in; the repr of any other value."""
   if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
     return repr(value)
-  return f'{value.dtype}[{",".join(map(str, value.shape))}]'
+  return array_text(value.dtype, value.shape)

@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force
 from flax_spmd._src.constraints import mesh_for_constraints, with_logical_constraint
+from flax_spmd._src.context_values import assigned
 from flax_spmd._src.flax_layers import Output, layer_outputs
 from flax_spmd._src.mesh import axis_sizes, axis_types
 from flax_spmd._src.names.batch_lineage import BatchLineage
@@ -234,12 +235,7 @@ _linen_detour = compat.module_fingerprint_detour(_fingerprint)
 def outputs_constrained(outputs: LayerOutputs) -> Iterator[None]:
   """A block in which the results of layers are constrained, in this task."""
   detours = [_linen_detour, *([_nnx_detours()] if compat.has_nnx() else [])]
-  token = _active.set(outputs)
-  for each in detours:
-    each.begin()
-  try:
-    yield
-  finally:
+  with assigned(_active, outputs), contextlib.ExitStack() as opened:
     for each in detours:
-      each.end()
-    _active.reset(token)
+      opened.enter_context(each.opened())
+    yield

@@ -33,17 +33,10 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from flax_spmd._src import compat
+from flax_spmd._src.array_boxes import Box, box_of, boxes_of, overlap, whole_box, within
 from flax_spmd._src.data.key_arrays import as_keys, of_numbers
 from flax_spmd._src.hlo.counts import count
-from flax_spmd._src.reshard.process_gather import (
-  Index,
-  ProcessGather,
-  gather_of,
-  is_local,
-  overlap,
-  ranges_of,
-  slices_of,
-)
+from flax_spmd._src.reshard.process_gather import ProcessGather, gather_of, is_local
 
 
 class TransferProgram(NamedTuple):
@@ -170,7 +163,7 @@ def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> Arr
       return found
   if transfer.crosses and not is_local(source, target, shape):
     return _gathered(transfer, most)
-  read = len(set(slices_of(source, shape).values())) * shard_bytes(source, shape, before)
+  read = len(set(boxes_of(source, shape).values())) * shard_bytes(source, shape, before)
   return transfer._replace(wire=read + sum(transfer.made().values()))
 
 
@@ -293,11 +286,11 @@ def _copies(source: Any, target: Any, shape: tuple[int, ...]) -> list[tuple[Any,
 
   That is itself, or each of the holders in turn: those of its process, if there are any.
   """
-  holders: dict[Index, list[Any]] = defaultdict(list)
-  for device, index in slices_of(source, shape).items():
+  holders: dict[Box, list[Any]] = defaultdict(list)
+  for device, index in boxes_of(source, shape).items():
     holders[index].append(device)
   pairs = []
-  for number, (device, index) in enumerate(slices_of(target, shape).items()):
+  for number, (device, index) in enumerate(boxes_of(target, shape).items()):
     everyone = holders[index]
     found = [one for one in everyone if one.process_index == device.process_index] or everyone
     pairs.append((device if device in found else found[number % len(found)], device))
@@ -320,32 +313,32 @@ def _through_host(
 ) -> jax.Array:
   """An array whose shards the host cuts. It holds one array at a time."""
   shape = tuple(np.shape(array))
-  mine = {slices_of(target, shape)[device] for device in target.addressable_devices}
+  mine = {boxes_of(target, shape)[device] for device in target.addressable_devices}
   pieces = gather.pieces(array, mine) if gather else _host_pieces(array)
 
   @functools.cache
-  def shard(index: Index) -> np.ndarray:
+  def shard(index: Box) -> np.ndarray:
     made = np.empty([stop - start for start, stop in index], dtype)
     for at, piece in pieces.items():
       common = overlap(index, at)
       if common is not None:
-        made[_within(common, index)] = piece[_within(common, at)]
+        made[within(common, index)] = piece[within(common, at)]
     return made
 
   return jax.make_array_from_callback(
-    shape, target, lambda index: shard(ranges_of(index, shape)), dtype=dtype
+    shape, target, lambda index: shard(box_of(index, shape)), dtype=dtype
   )
 
 
-def _host_pieces(array: Any) -> dict[Index, np.ndarray]:
+def _host_pieces(array: Any) -> dict[Box, np.ndarray]:
   """The distinct slices of an array on the host.
 
   An array of JAX keeps the copy that it was read into; arrays of the same shards that are made for the read do not last.
   """
   if not isinstance(array, jax.Array):
     whole = np.asarray(array)
-    return {tuple((0, size) for size in whole.shape): whole}
-  distinct = {ranges_of(shard.index, array.shape): shard for shard in array.addressable_shards}
+    return {whole_box(whole.shape): whole}
+  distinct = {box_of(shard.index, array.shape): shard for shard in array.addressable_shards}
   once = {
     index: jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
     for index, shard in distinct.items()
@@ -355,19 +348,13 @@ def _host_pieces(array: Any) -> dict[Index, np.ndarray]:
   return {index: np.asarray(each) for index, each in once.items()}
 
 
-def _within(common: Any, index: Index) -> tuple[slice, ...]:
-  return tuple(
-    slice(start - first, stop - first) for (start, stop), (first, _) in zip(common, index, strict=True)
-  )
-
-
 def _same_slices(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
-  return slices_of(source, shape) == slices_of(target, shape)
+  return boxes_of(source, shape) == boxes_of(target, shape)
 
 
 def _has_shards_of(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
   """Whether every shard of the target is one of the source."""
-  return set(slices_of(target, shape).values()) <= set(slices_of(source, shape).values())
+  return set(boxes_of(target, shape).values()) <= set(boxes_of(source, shape).values())
 
 
 def _memory(sharding: Any) -> str:
@@ -378,7 +365,7 @@ def _bytes_of(sharding: Any, shape: tuple[int, ...], dtype: Any) -> dict[Any, in
   """Bytes on each device; an array in the host's memory takes none."""
   if _memory(sharding) != 'device':
     return {}
-  return dict.fromkeys(slices_of(sharding, shape), shard_bytes(sharding, shape, dtype))
+  return dict.fromkeys(boxes_of(sharding, shape), shard_bytes(sharding, shape, dtype))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-
-Index: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+from flax_spmd._src.array_boxes import Box, boxes_of, overlap, volume
 
 
 class ProcessGather(NamedTuple):
@@ -56,7 +55,7 @@ class ProcessGather(NamedTuple):
     shard = math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
     return self.sharding.num_devices * (self.shards - 1) * shard
 
-  def pieces(self, array: jax.Array, needed: Collection[Index]) -> dict[Index, np.ndarray]:
+  def pieces(self, array: jax.Array, needed: Collection[Box]) -> dict[Box, np.ndarray]:
     """The distinct shards that overlap with some slices."""
     local = self.sharding.shard_shape(self.shape)
     kept = {
@@ -72,9 +71,9 @@ class ProcessGather(NamedTuple):
         buffer[start : start + self.part] = gathered[slot]
     return {index: buffer.reshape(local) for index, buffer in kept.values()}
 
-  def _indices(self) -> Iterator[Index]:
+  def _indices(self) -> Iterator[Box]:
     """The slice of each distinct shard, in the order in which they are gathered."""
-    mesh, found = self.sharding.mesh, slices_of(self.sharding, self.shape)
+    mesh, found = self.sharding.mesh, boxes_of(self.sharding, self.shape)
     sizes = [mesh.shape[axis] if axis in self.axes else 1 for axis in mesh.axis_names]
     for position in np.ndindex(*sizes):
       yield found[np.asarray(mesh.devices)[position]]
@@ -124,36 +123,12 @@ def _program(gather: ProcessGather) -> Any:
 
 def is_local(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
   """Whether every process has the slices of its devices of the target on its devices of the source."""
-  held: dict[int, set[Index]] = {}
-  for device, index in slices_of(source, shape).items():
+  held: dict[int, set[Box]] = {}
+  for device, index in boxes_of(source, shape).items():
     held.setdefault(device.process_index, set()).add(index)
   return all(
     sum(volume(overlap(index, one)) for one in held.get(process, ())) == volume(index)
     for process, index in {
-      (device.process_index, index) for device, index in slices_of(target, shape).items()
+      (device.process_index, index) for device, index in boxes_of(target, shape).items()
     }
   )
-
-
-def overlap(one: Index, other: Index) -> Index | None:
-  """The common part of two slices; None if it is empty."""
-  found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-  return found if all(start < stop for start, stop in found) else None
-
-
-def volume(index: Index | None) -> int:
-  """The number of elements of a slice."""
-  return 0 if index is None else math.prod(stop - start for start, stop in index)
-
-
-@functools.lru_cache(maxsize=4096)
-def slices_of(sharding: Any, shape: tuple[int, ...]) -> Mapping[Any, Index]:
-  """The slice of each device."""
-  return {
-    device: ranges_of(index, shape) for device, index in sharding.devices_indices_map(shape).items()
-  }
-
-
-def ranges_of(index: Any, shape: tuple[int, ...]) -> Index:
-  """The slices of JAX, as numbers."""
-  return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))

@@ -290,6 +290,18 @@ def check_is_changes(changes: Any) -> None:
     )
 
 
+def check_without_target(changes: Any, function: str, *takes: str) -> None:
+  """Raises `CheckpointError`, listing every change that needs a target, which a function has not; it takes the named ones."""
+  check_is_changes(changes)
+  fields = vars(changes).items()
+  others = [name for name, value in fields if name not in takes and value != getattr(NO_CHANGES, name)]
+  if others:
+    raise CheckpointError(
+      f'{function} has no target, so Changes({"=..., ".join(others)}=...) cannot apply.\n'
+      f'Fix: pass only {", ".join(takes[:-1])} and {takes[-1]}.'
+    )
+
+
 # -- decisions
 
 
@@ -420,6 +432,11 @@ class LayerStack(NamedTuple):
   def given_axis(self, rank: int) -> int | None:
     """The given stacked dimension, counted from the first, of leaves of this rank; None if they have no such dimension."""
     return self.axis % rank if self.axis is not None and -rank <= self.axis < rank else None
+
+  def axis_by_names(self, names: tuple[Any, ...] | None) -> int:
+    """The stacked dimension of a leaf with these names: the one that is named like the module, or the first."""
+    names = names or ()
+    return names.index(self.name) if names.count(self.name) == 1 else 0
 
   def axis_problem(self, path: str, rank: int) -> Problem:
     """The problem of a leaf that has no such dimension."""

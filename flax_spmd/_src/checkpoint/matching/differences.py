@@ -254,7 +254,9 @@ def _other_names(
   path: str, converted: LeafRecord, names: tuple[Any, ...], target: LeafRecord
 ) -> Problem:
   others = target.names or ()
-  text = f'{path}: {_named(converted, names)} in the checkpoint, {_named(target, others)} in the target.'
+  text = (
+    f'{path}: {converted._replace(names=names).named} in the checkpoint, {target.named} in the target.'
+  )
   if sorted(map(str, names)) == sorted(map(str, others)):
     moving = [name for name in names if _rest(names, name) == _rest(others, name)] or list(names)
     fix = f"to move the dimension to the target's position, pass Changes(moved={moving[0]!r})"
@@ -268,12 +270,6 @@ def _other_names(
 
 def _rest(names: tuple[Any, ...], name: Any) -> list[Any]:
   return [other for other in names if other != name]
-
-
-def _named(leaf: LeafRecord, names: tuple[Any, ...]) -> str:
-  """`float32[embed=8, mlp=16]`."""
-  sizes = (f'{name}={size}' if name else str(size) for name, size in zip(names, leaf.shape, strict=True))
-  return f'{leaf.dtype}[{", ".join(sizes)}]'
 
 
 def _other_dtype(

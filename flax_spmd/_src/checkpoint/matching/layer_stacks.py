@@ -8,11 +8,10 @@ it, or the caller chooses it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import LayerStack
 from flax_spmd._src.checkpoint.matching.optimizer_states import ParameterIndex
-from flax_spmd._src.checkpoint.matching.routes import Side, without
+from flax_spmd._src.checkpoint.matching.routes import Side, with_entry, without
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointError, problems_text
@@ -110,8 +109,7 @@ def _axis(leaf: LeafRecord, stack: LayerStack) -> int:
   """The stacked dimension of a leaf."""
   if stack.axis is not None:
     return stack.given_axis(len(leaf.shape)) or 0
-  names = leaf.names or ()
-  return names.index(stack.name) if names.count(stack.name) == 1 else 0
+  return stack.axis_by_names(leaf.names)
 
 
 def _unstacked(leaf: LeafRecord, stack: LayerStack) -> LeafRecord:
@@ -124,9 +122,5 @@ def _stacked(leaf: LeafRecord, count: int, stack: LayerStack, is_placeholder: bo
   if is_placeholder:
     return leaf
   axis = stack.given_axis(len(leaf.shape) + 1) or 0
-  names = None if leaf.names is None else _with(leaf.names, axis, stack.name)
-  return leaf._replace(shape=_with(leaf.shape, axis, count), names=names, value=None)
-
-
-def _with(axes: tuple[Any, ...], axis: int, entry: Any) -> tuple[Any, ...]:
-  return (*axes[:axis], entry, *axes[axis:])
+  names = None if leaf.names is None else with_entry(leaf.names, axis, stack.name)
+  return leaf._replace(shape=with_entry(leaf.shape, axis, count), names=names, value=None)

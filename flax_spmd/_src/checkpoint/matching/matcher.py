@@ -332,8 +332,7 @@ class _Matcher:
       return None
     if stack.axis is not None:
       return stack.given_axis(rank)
-    names = (stacked.names if stacked is not None else None) or ()
-    return names.index(stack.name) if names.count(stack.name) == 1 else 0
+    return stack.axis_by_names(stacked.names if stacked is not None else None)
 
   def _lacks_axis(self, stack: LayerStack, path: str, rank: int) -> bool:
     """Whether a leaf has no dimension of the given number, which is reported."""

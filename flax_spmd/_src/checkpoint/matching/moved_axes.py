@@ -69,17 +69,17 @@ def scanned_folders(moves: Iterable[str], target: Side, index: ParameterIndex) -
     f'{folder}/'
     for path, leaf in target.leaves.items()
     if leaf.names is not None and any(leaf.names) and index.parameter_of(path) not in movers
-    for folder in _folders(index.parameter_of(path))
+    for folder in folders(index.parameter_of(path))
   }
   scanned = {}
   for path in movers:
-    free = [folder for folder in _folders(path) if f'{folder}/' not in stay]
+    free = [folder for folder in folders(path) if f'{folder}/' not in stay]
     if free:
       scanned[f'{free[0]}/'] = parent(path)
   return scanned
 
 
-def _folders(path: str) -> list[str]:
+def folders(path: str) -> list[str]:
   """The folders of `a/b/c`: `a` and `a/b`."""
   names = path.split('/')[:-1]
   return ['/'.join(names[: n + 1]) for n in range(len(names))]

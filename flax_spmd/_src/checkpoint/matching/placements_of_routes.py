@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from flax_spmd._src.array_boxes import Box
 from flax_spmd._src.checkpoint.matching.arrangements import Rearrangement
 from flax_spmd._src.checkpoint.matching.routes import Route, nodes
-from flax_spmd._src.checkpoint.storage.byte_ranges import Box
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Placement
 

@@ -171,6 +171,11 @@ def without(axes: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
   return axes[:axis] + axes[axis + 1 :]
 
 
+def with_entry(axes: tuple[Any, ...], axis: int, entry: Any) -> tuple[Any, ...]:
+  """Sizes or names with that of a further dimension."""
+  return (*axes[:axis], entry, *axes[axis:])
+
+
 def after(leaf: LeafRecord, route: Route, layers: int) -> LeafRecord:
   """The record of a converted leaf.
 
@@ -186,8 +191,8 @@ def after(leaf: LeafRecord, route: Route, layers: int) -> LeafRecord:
     )
   if route.step == 'stack':
     return leaf._replace(
-      shape=(*shape[: route.axis], layers, *shape[route.axis :]),
-      names=None if names is None else (*names[: route.axis], None, *names[route.axis :]),
+      shape=with_entry(shape, route.axis, layers),
+      names=None if names is None else with_entry(names, route.axis, None),
     )
   if route.step == 'move':
     return leaf._replace(

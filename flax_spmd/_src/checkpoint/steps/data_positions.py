@@ -20,7 +20,7 @@ from flax_spmd._src.data.data_shard import rows_of_processes
 from flax_spmd._src.data.prefetch import reader_of
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import describe
-from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange, ranges
+from flax_spmd._src.multihost import exchange, ranges
 from flax_spmd.errors import CheckpointError
 
 _DATA = 'flax_spmd_data'
@@ -51,9 +51,7 @@ def positions_metadata(position: str | None, layout: Layout) -> dict[str, Any]:
   if position is None:
     return {}
   rows = _rows(layout)
-  if jax.process_count() == 1:
-    return {_DATA: [position], _ROWS: rows}
-  groups = exchange('data', everyone(), position, CALLS, TIMEOUT)
+  groups = exchange('data', position)
   by_process = {process: text for processes, text in groups for process in processes}
   return {_DATA: [by_process[process] for process in sorted(by_process)], _ROWS: rows}
 

@@ -33,7 +33,7 @@ from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd._src.joint_call import Failure, first_line, in_front
-from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange, named
+from flax_spmd._src.multihost import CALLS, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
 
@@ -153,7 +153,7 @@ def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter
 
 def _check_same_path(path: epath.Path) -> None:
   """Raises if processes save to different paths: the first one's would be written, and the others' would not."""
-  groups = exchange('path', everyone(), os.fspath(path), CALLS, TIMEOUT)
+  groups = exchange('path', os.fspath(path))
   if len(groups) > 1:
     each = ', '.join(f'{text} in {named(processes)}' for processes, text in groups)
     raise CheckpointError(
@@ -224,7 +224,7 @@ def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
       message = {'value': call()}
     except Exception as error:
       message = {'error': type(error).__name__, 'text': str(error)}
-  groups = exchange(topic, everyone(), json.dumps(message), CALLS, TIMEOUT)
+  groups = exchange(topic, json.dumps(message))
   received = json.loads(next(text for processes, text in groups if 0 in processes))
   _raise_error(received)
   return received['value']
@@ -263,13 +263,13 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
       raise failure from failure.__cause__
   results: list[Result] = []
   with heartbeat.call.entered(), in_front():
-    background = _BackgroundCall(lambda: results.append(call()))
+    background = _in_background(lambda: results.append(call()))
   try:
     wait_for(background, path, heartbeat)
   except BaseException as error:
     heartbeat.stop(error)
-    if not heartbeat.gone():
-      background.settle()
+    if not heartbeat.gone():  # it has nothing to wait for any more, and has to hold no path
+      concurrent.futures.wait([background], _SETTLE)
     raise
   heartbeat.call.leave()
   return results[0]
@@ -325,7 +325,7 @@ def start(
       work()
 
   try:
-    computing = _BackgroundCall(record.compute)
+    computing = _in_background(record.compute)
     _last = AsyncSave(held.path, explained)
   except BaseException:  # there may be no thread left
     with contextlib.suppress(Exception):
@@ -334,45 +334,29 @@ def start(
   return _last
 
 
-class _BackgroundCall:
-  """A call in a daemon thread, with the interface of `Response`."""
+def _in_background(call: Callable[[], object]) -> concurrent.futures.Future[object]:
+  """The future of a call in a daemon thread."""
+  future: concurrent.futures.Future[object] = concurrent.futures.Future()
 
-  def __init__(self, call: Any):
-    self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-    context = contextvars.copy_context()
-    threading.Thread(
-      target=context.run, args=(self._run, call), name='flax_spmd call', daemon=True
-    ).start()
-
-  def _run(self, call: Any) -> None:
+  def run() -> None:
     try:
-      self._future.set_result(call())
+      future.set_result(call())
     except BaseException as error:
-      self._future.set_exception(error)
+      future.set_exception(error)
 
-  def result(self, timeout: float | None = None) -> None:
-    """Raises the call's error, or TimeoutError."""
-    self._future.result(timeout)
-
-  def settle(self) -> None:
-    """Waits for the end of a call that has nothing to wait for any more, so that it holds no path."""
-    concurrent.futures.wait([self._future], _SETTLE)
-
-
-class _CompletedCall:
-  """A call that has returned, with the interface of `Response`."""
-
-  def result(self, timeout: float | None = None) -> None:
-    """Returns immediately."""
+  context = contextvars.copy_context()
+  threading.Thread(target=context.run, args=(run,), name='flax_spmd call', daemon=True).start()
+  return future
 
 
 def _committed(call: Callable[[], None]) -> Response:
   """Commits a save. In a job of several processes, one may have died: a daemon thread does it."""
   if jax.process_count() > 1:
     with contextlib.suppress(RuntimeError):  # no thread can be started
-      return _BackgroundCall(call)
-  call()
-  return _CompletedCall()
+      return _in_background(call)
+  done: concurrent.futures.Future[None] = concurrent.futures.Future()
+  done.set_result(call())
+  return done
 
 
 def commit(
@@ -402,7 +386,7 @@ def _in_all(call: Callable[[], None]) -> None:
     call()
   except Exception as error:
     message = {'error': type(error).__name__, 'text': str(error)}
-  for _, text in exchange(_COMMIT, everyone(), json.dumps(message), CALLS, TIMEOUT):
+  for _, text in exchange(_COMMIT, json.dumps(message)):
     _raise_error(json.loads(text))
 
 

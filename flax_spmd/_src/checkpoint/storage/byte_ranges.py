@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from flax_spmd._src.array_boxes import Box, overlap, volume, within
 from flax_spmd._src.checkpoint.storage.bucket_errors import explained
 from flax_spmd._src.checkpoint.storage.buckets import Location, filesystem
 from flax_spmd.errors import CheckpointError
-
-Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
 _PIECE = 8 << 20  # bytes of one read
 _BUFFER = 1 << 20  # bytes of one read through a buffer, from a disk
@@ -153,12 +152,7 @@ class Extent(NamedTuple):
 
   def size(self, box: Box) -> int:
     """Bytes of a box."""
-    return self.itemsize * math.prod(high - low for low, high in box)
-
-
-def box_of(index: Any, shape: tuple[int, ...]) -> Box:
-  """The box of a shard's index."""
-  return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return self.itemsize * volume(box)
 
 
 def allocated(lengths: Sequence[int], itemsize: int) -> np.ndarray:
@@ -209,15 +203,15 @@ class Piece(NamedTuple):
     words = f'u{self.extent.itemsize}'
     stored = np.ndarray(lengths, words, data, strides=self.extent.strides)
     for box, memory in self.memory.items():
-      common = _common(self.box, box)
-      memory[_within(common, box)] = stored[_within(common, self.box)]
+      common = overlap(self.box, box) or ()
+      memory[within(common, box)] = stored[within(common, self.box)]
 
   def _contiguous_memory(self) -> np.ndarray | None:
     """The bytes of the one array to fill, if this part is contiguous in it."""
     if len(self.memory) > 1:
       return None
     ((box, memory),) = self.memory.items()
-    part = memory[_within(self.box, box)]
+    part = memory[within(self.box, box)]
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 
@@ -233,7 +227,7 @@ def pieces(extent: Extent, memory: Mapping[Box, np.ndarray], most: int) -> Itera
   for whole, members in _joined(extent, boxes):
     is_direct = len(members) == 1 and memory[whole].flags.c_contiguous
     for part in _divided(extent, whole, _PIECE if is_direct else most):
-      yield Piece(extent, part, {box: memory[box] for box in members if _common(part, box) is not None})
+      yield Piece(extent, part, {box: memory[box] for box in members if overlap(part, box) is not None})
 
 
 def _joined(extent: Extent, boxes: list[Box]) -> Iterator[tuple[Box, list[Box]]]:
@@ -278,15 +272,3 @@ def _run(extent: Extent, box: Box) -> int:
     if high - low < size:
       break
   return run
-
-
-def _common(one: Box, other: Box) -> Box | None:
-  """The intersection of two boxes; None if it is empty."""
-  common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-  return common if all(low < high for low, high in common) else None
-
-
-def _within(box: Box | None, outer: Box) -> tuple[Any, ...]:
-  """The index of a box in an array of another one that contains it. It selects an array, of rank 0 too."""
-  ranges = zip(box or (), outer, strict=True)
-  return (*(slice(low - first, high - first) for (low, high), (first, _) in ranges), ...)

@@ -34,7 +34,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 from flax_spmd._src.data.checksums import PendingChecksums, own_checksums
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, everyone, named, processes_of
+from flax_spmd._src.multihost import differing_parts, named, processes_of
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.state_plan import Plan
@@ -124,9 +124,7 @@ def _is_common(leaf: Any) -> bool:
 
 def _check_common(texts: Mapping[str, str]) -> None:
   """Raises if copies differ between processes: their shards would be of different steps, too."""
-  if jax.process_count() == 1:
-    return
-  differing = differing_parts('common', everyone(), texts, CALLS, TIMEOUT)
+  differing = differing_parts('common', texts)
   if differing:
     fix = 'save the same state on every process; one of them may have made a call more than the others.'
     problems = [
@@ -274,7 +272,7 @@ def _check_processes(contents: Contents) -> None:
     for path, leaf in contents.leaves.items()
     if isinstance(leaf, jax.Array) and contents.record.leaves[path].packed is None
   }
-  differing = differing_parts('owners', everyone(), owners, CALLS, TIMEOUT)
+  differing = differing_parts('owners', owners)
   if differing:
     fix = 'shard it over devices of all processes, as layout.shard does; or pass numpy arrays, equal in all of them.'
     problems = [

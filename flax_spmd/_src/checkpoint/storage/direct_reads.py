@@ -25,6 +25,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.host_shards import assembled
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -37,7 +38,6 @@ from flax_spmd._src.checkpoint.storage.record import (
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
-  assembled,
   batches,
   kvstore_of,
   opened,

@@ -180,8 +180,7 @@ class Claim:
     folder = f'{self.path.name}/{self._generation}'
     if self._early is not None:
       self._early.close()
-    manifest = new_manifest(record, self._file_records(), dict(metadata))
-    data = manifest.to_bytes()
+    data = new_manifest(record, self._file_records(), dict(metadata)).to_bytes()
     self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
     if self._durable:
       self._store.sync(folder)

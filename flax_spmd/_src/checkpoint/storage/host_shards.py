@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from flax_spmd._src.array_boxes import Box, box_of, whole_box
 
 _COPY = 'flax_spmd_copy'  # an axis beside those of the user's mesh
 
@@ -49,15 +51,22 @@ def with_copy_elsewhere(array: jax.Array) -> jax.Array:
   return jax.make_array_from_single_device_arrays(array.shape, joint, shards, dtype=array.dtype)
 
 
-def from_callback(
-  shape: Sequence[int], dtype: Any, sharding: Sharding, shard: Callable[[Any], np.ndarray]
-) -> jax.Array:
-  """An array of shards on the host. JAX asks for one shard of a replicated array even where no device is.
+def own_boxes(request: Any) -> list[Box]:
+  """The different shards of a request on this process; the whole array if it has no sharding."""
+  shape = tuple(request.shape)
+  if request.sharding is None:
+    return [whole_box(shape)]
+  indices = request.sharding.addressable_devices_indices_map(shape).values()
+  return list(dict.fromkeys(box_of(index, shape) for index in indices))
 
-  Args:
-    shape, dtype, sharding: those of the array.
-    shard: function from the index of a shard to its values.
-  """
-  if is_elsewhere(sharding):
-    return nowhere(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-  return jax.make_array_from_callback(tuple(shape), sharding, shard, dtype=dtype)
+
+def assembled(request: Any, shards: Mapping[Box, np.ndarray]) -> Any:
+  """The array that was requested, of its shards on the host."""
+  shape, sharding = tuple(request.shape), request.sharding
+  if sharding is None:
+    return shards[whole_box(shape)]
+  if is_elsewhere(sharding):  # JAX asks for one shard of a replicated array even there
+    return nowhere(request)
+  return jax.make_array_from_callback(
+    shape, sharding, lambda index: shards[box_of(index or (), shape)], dtype=request.dtype
+  )

@@ -18,7 +18,6 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage.head import is_generation
 from flax_spmd._src.checkpoint.storage.orbax_folders import METADATA
 from flax_spmd._src.checkpoint.storage.parsed_json import (
-  damaged_file,
   expect,
   is_count,
   json_object,
@@ -130,11 +129,6 @@ def check_replaceable(store: Store, path: epath.Path, names: Sequence[str]) -> N
       content = {} if stored is None else json_object(stored[0])
       for holder in (content, content.get('custom_metadata')):
         check_record_format(holder.get(KEY) if isinstance(holder, dict) else None, path)
-
-
-def damaged_manifest(path: Any, reason: str) -> CheckpointDamagedError:
-  """The error for a manifest that cannot be used."""
-  return damaged_file(path, MANIFEST, reason)
 
 
 def _file(entry: Any) -> FileRecord:

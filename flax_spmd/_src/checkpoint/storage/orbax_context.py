@@ -10,7 +10,7 @@ from orbax.checkpoint.options import AtomicityMode
 
 from flax_spmd._src.checkpoint.storage import buckets
 from flax_spmd._src.compat import orbax_operation, store_absent_arrays
-from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange
+from flax_spmd._src.multihost import exchange
 
 _FILE_SIZE = 64 << 20  # bytes of a file with arrays: one is synced or read while another one is written
 _OBJECT_SIZE = 400 << 20  # bytes of an object with arrays, sent in one request; Orbax's for GCS
@@ -76,5 +76,5 @@ def align_operations() -> None:
   of different names.
   """
   if jax.process_count() > 1:
-    numbers = exchange('operations', everyone(), str(orbax_operation()), CALLS, TIMEOUT)
+    numbers = exchange('operations', str(orbax_operation()))
     orbax_operation(at_least=max(int(number) for _, number in numbers))

@@ -5,13 +5,19 @@ A save may replace those. Any other file is somebody's data, and is never remove
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from flax_spmd._src.checkpoint.storage.orbax_folders import INDICATOR, METADATA, TREE_METADATA
-from flax_spmd._src.checkpoint.storage.store import Store, Tag
+from flax_spmd._src.checkpoint.storage.orbax_folders import (
+  INDICATOR,
+  METADATA,
+  TREE_METADATA,
+  names_of_entries,
+)
+from flax_spmd._src.checkpoint.storage.parsed_json import json_object
+from flax_spmd._src.checkpoint.storage.store import Store
 
 _MARKS = {METADATA, TREE_METADATA, INDICATOR, 'commit_success.txt'}
 _FILES = {'_sharding', '_strings.json', 'checkpoint', 'manifest.ocdbt'}
@@ -38,7 +44,7 @@ def orbax_names(store: Store, folder: str, names: Sequence[str]) -> list[str]:
   is_tree = TREE_METADATA in marks
   known = _FOLDERS | ({'d'} if 'manifest.ocdbt' in names else set())
   known |= _parts(store, folder) if METADATA in marks else set()
-  arrays = _arrays(store, folder) if is_tree else set()
+  arrays = set(names_of_entries(_content(store, f'{folder}/{TREE_METADATA}'))) if is_tree else set()
 
   def is_known(name: str) -> bool:
     if name in known or _OF_PROCESS.fullmatch(name):
@@ -55,22 +61,13 @@ def orbax_names(store: Store, folder: str, names: Sequence[str]) -> list[str]:
 
 def _parts(store: Store, folder: str) -> set[str]:
   """The names of a checkpoint's parts, as Orbax has recorded them."""
-  stored = store.read(f'{folder}/{METADATA}')
-  try:
-    return set(dict(_content(stored)['item_handlers']))
-  except (ValueError, KeyError, TypeError, RecursionError):
-    return set()
+  handlers = _content(store, f'{folder}/{METADATA}').get('item_handlers')
+  return set(handlers) if isinstance(handlers, dict) else set()
 
 
-def _arrays(store: Store, folder: str) -> set[str]:
-  """The names of a tree's arrays, as Orbax has recorded them."""
-  stored = store.read(f'{folder}/{TREE_METADATA}')
-  try:
-    leaves = _content(stored)['tree_metadata'].values()
-    return {'.'.join(str(key['key']) for key in leaf['key_metadata']) for leaf in leaves}
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-    return set()
-
-
-def _content(stored: tuple[bytes, Tag] | None) -> Any:
-  return json.loads(stored[0]) if stored else {}
+def _content(store: Store, file: str) -> dict[str, Any]:
+  """A metadata file of Orbax; nothing if it is damaged."""
+  stored = store.read(file)
+  with contextlib.suppress(ValueError, RecursionError):
+    return json_object(stored[0]) if stored else {}
+  return {}

@@ -115,6 +115,11 @@ def empty_values(content: Mapping[str, Any]) -> dict[str, Any]:
   return {name: _EMPTY[kind] for name, kind in kinds.items() if kind in _EMPTY}
 
 
+def names_of_entries(content: Mapping[str, Any]) -> list[str]:
+  """The name of each leaf in Orbax's description of a part: keys joined by dots."""
+  return ['.'.join(_keys(entry)) for entry in _entries(content)]
+
+
 def _entries(content: Mapping[str, Any]) -> Iterable[Any]:
   entries = content.get('tree_metadata')
   return entries.values() if isinstance(entries, dict) else ()

@@ -33,7 +33,7 @@ from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.parsed_json import check_format, expect, reason_of
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
 from flax_spmd._src.data.checksums import is_checksum
-from flax_spmd._src.text import value_text
+from flax_spmd._src.text import array_text, value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 KEY = 'flax_spmd'
@@ -53,7 +53,7 @@ class LeafRecord(NamedTuple):
     dtype: name of the dtype; for a Python number, `python.` and its type.
     names: logical name per dimension, None for an unnamed one; None for a leaf without names.
     spec: mesh axes per dimension, of its sharding when it was saved.
-    checksum: checksum of its content, independent of the layout; see `checksums`.
+    checksum: checksum of its content, independent of the layout; see `own_checksums`.
     value: value of a Python number.
     on_mesh: True if its names are names of mesh axes, not logical names.
     packed: for a small leaf stored in a packed array, the array's dtype and the offset in elements.
@@ -71,7 +71,18 @@ class LeafRecord(NamedTuple):
   def __str__(self) -> str:
     if self.is_number:
       return f'a Python {self.dtype.removeprefix("python.")}'
-    return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+    return array_text(self.dtype, self.shape)
+
+  @property
+  def named(self) -> str:
+    """`float32[embed=8, mlp=16]`."""
+    if self.names is None:
+      return str(self)
+    names = ('+'.join(name) if isinstance(name, tuple) else name for name in self.names)
+    sizes = (
+      f'{name}={size}' if name else str(size) for name, size in zip(names, self.shape, strict=True)
+    )
+    return f'{self.dtype}[{", ".join(sizes)}]'
 
   @property
   def is_number(self) -> bool:
@@ -246,14 +257,9 @@ def by_path(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
   return result
 
 
-def leaf_count(count: int, adjective: str = '') -> str:
-  """A number of leaves in words.
-
-  Example:
-    >>> leaf_count(1), leaf_count(2, 'more ')
-    ('1 leaf', '2 more leaves')
-  """
-  return f'{count} {adjective}{"leaf" if count == 1 else "leaves"}'
+def leaf_count(count: int) -> str:
+  """`1 leaf`, `2 leaves`."""
+  return f'{count} {"leaf" if count == 1 else "leaves"}'
 
 
 def _plain(axes: Any) -> tuple[Any, ...] | None:

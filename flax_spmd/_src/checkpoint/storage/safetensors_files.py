@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -22,17 +22,17 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage.byte_ranges import RangeFile, stamp
 from flax_spmd._src.checkpoint.storage.safetensors_header import (
   TensorEntry,
+  listed_problems,
+  name_problems,
   read_header,
-  tensor_path,
+  without_duplicates,
 )
-from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 SUFFIX, INDEX_SUFFIX = '.safetensors', '.safetensors.index.json'
 MODEL = 'model'  # the stem that Hugging Face's libraries give
 _SHARD = re.compile(r'(.*)-(\d{5})-of-(\d{5})\.safetensors\Z')
 _MOST_INDEX_BYTES = 512 << 20
-_SHOWN = 30
 
 Located = tuple[epath.Path, TensorEntry]
 
@@ -83,19 +83,10 @@ def located_tensors(path: epath.Path, before: Callable[[epath.Path], None]) -> d
   lacking = [
     f'{tensor!r} is not in {name}.' for tensor, name in weight_map.items() if tensor not in headers[name]
   ]
-  problems = lacking or list(_path_problems(weight_map))
+  problems = lacking or list(name_problems(weight_map))
   if problems:
     raise _contradicted(file, problems)
   return {tensor: (file.parent / name, headers[name][tensor]) for tensor, name in weight_map.items()}
-
-
-def _path_problems(names: Iterable[str]) -> Iterator[str]:
-  """Names of different files that have one path."""
-  by_path: dict[str, str] = {}
-  for name in names:
-    other = by_path.setdefault(tensor_path(name), name)
-    if other != name:
-      yield f'{other!r} and {name!r} have one path, {tensor_path(name)}.'
 
 
 def _files_in(folder: epath.Path, suffix: str) -> list[epath.Path]:
@@ -143,7 +134,7 @@ def _weight_map(index: epath.Path) -> Mapping[str, str]:
     if size > _MOST_INDEX_BYTES:
       raise ValueError(f'it has {size:,} bytes')
     with contextlib.closing(RangeFile(index)) as opened:
-      content = json.loads(opened.read(0, size).decode(), object_pairs_hook=_unique)
+      content = json.loads(opened.read(0, size).decode(), object_pairs_hook=without_duplicates)
     weight_map = content.get('weight_map') if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
       raise ValueError('it has no object "weight_map"')
@@ -166,15 +157,6 @@ def _weight_map(index: epath.Path) -> Mapping[str, str]:
   return weight_map
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  result = dict(pairs)
-  if len(result) < len(pairs):
-    names = [name for name, _ in pairs]
-    twice = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f'it has {value_text(twice)} twice')
-  return result
-
-
 def _is_file_name(file: Any) -> bool:
   """Whether a text is the name of a file in the index's own folder."""
   is_name = isinstance(file, str) and file.endswith(SUFFIX) and file.isprintable()
@@ -182,12 +164,7 @@ def _is_file_name(file: Any) -> bool:
 
 
 def _contradicted(index: epath.Path, problems: list[str]) -> CheckpointDamagedError:
-  shown = problems[:_SHOWN]
-  if len(problems) > _SHOWN:
-    shown.append(f'and {len(problems) - _SHOWN} more.')
-  return CheckpointDamagedError(
-    '\n'.join([f'The index {index} does not describe a checkpoint:', *shown, _FIX])
-  )
+  return listed_problems(f'The index {index} does not describe a checkpoint:', problems, _FIX)
 
 
 _FIX = 'Fix: copy or download the checkpoint again, the index and every file that it names.'

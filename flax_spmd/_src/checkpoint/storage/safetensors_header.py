@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -23,6 +23,7 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage.byte_ranges import RangeFile, stamp
 from flax_spmd._src.checkpoint.storage.parsed_json import expect
 from flax_spmd._src.checkpoint.storage.record import dtype_of, is_unsafe_name
+from flax_spmd._src.text import value_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 METADATA = '__metadata__'
@@ -96,7 +97,7 @@ def read_header(file: epath.Path) -> dict[str, TensorEntry]:
   except (ValueError, EOFError) as error:
     raise invalid(file, [str(error)]) from error
   start = LENGTH_BYTES + length
-  problems = list(_name_problems(name for name in content if name != METADATA))
+  problems = list(name_problems(name for name in content if name != METADATA))
   entries: dict[str, TensorEntry] = {}
   for name, described in content.items():
     try:
@@ -130,12 +131,13 @@ def _length_and_text(file: epath.Path, size: int) -> tuple[int, bytes]:
 
 def invalid(file: epath.Path, problems: Sequence[str]) -> CheckpointDamagedError:
   """The error for a file whose header does not fit its contents."""
-  shown = list(problems[:_SHOWN])
-  if len(problems) > _SHOWN:
-    shown.append(f'and {len(problems) - _SHOWN} more.')
-  return CheckpointDamagedError(
-    '\n'.join([f'The file {file} is not a valid safetensors file:', *shown, _FIX])
-  )
+  return listed_problems(f'The file {file} is not a valid safetensors file:', problems, _FIX)
+
+
+def listed_problems(text: str, problems: Sequence[str], fix: str) -> CheckpointDamagedError:
+  """The error of a file with problems, of which it lists the first."""
+  more = [f'and {len(problems) - _SHOWN} more.'] if len(problems) > _SHOWN else []
+  return CheckpointDamagedError('\n'.join([text, *problems[:_SHOWN], *more, fix]))
 
 
 _FIX = 'Fix: copy or download it again; it is incomplete, or was changed after it was written.'
@@ -145,17 +147,19 @@ def _parsed(data: bytes) -> dict[str, Any]:
   """The JSON object of a header."""
   try:
     expect(data[:1] == b'{', 'it does not begin with {')
-    content = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+    content = json.loads(data.decode(), object_pairs_hook=without_duplicates)
   except (ValueError, RecursionError) as error:
     reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error).rstrip('.')
     raise ValueError(f'its header is not a JSON object: {reason}.') from error
   return content
 
 
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  """An object of JSON, which has no key twice."""
   result: dict[str, Any] = {}
   for name, value in pairs:
-    expect(name not in result, f'it has {name!r} twice')
+    if name in result:
+      raise ValueError(f'it has {value_text(name)} twice')
     result[name] = value
   return result
 
@@ -230,7 +234,7 @@ def _hole(begin: int, end: int) -> str:
   return f'bytes {begin:,} to {end:,} of the data belong to no tensor.'
 
 
-def _name_problems(names: Iterator[str]) -> Iterator[str]:
+def name_problems(names: Iterable[str]) -> Iterator[str]:
   """Names that are unsafe as paths, and names with one path."""
   by_path: dict[str, str] = {}
   for name in names:

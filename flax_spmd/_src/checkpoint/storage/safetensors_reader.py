@@ -19,21 +19,20 @@ import jax
 import numpy as np
 from etils import epath
 
+from flax_spmd._src.array_boxes import Box, boxes_of, whole_box
 from flax_spmd._src.checkpoint.storage.byte_ranges import (
-  Box,
   Extent,
   Piece,
   RangeFile,
   allocated,
-  box_of,
   pieces,
   stamp,
 )
-from flax_spmd._src.checkpoint.storage.host_shards import from_callback
+from flax_spmd._src.checkpoint.storage.host_shards import assembled, own_boxes
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.safetensors_files import located_tensors
-from flax_spmd._src.checkpoint.storage.safetensors_header import TensorEntry, tensor_path
+from flax_spmd._src.checkpoint.storage.safetensors_header import tensor_path
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 _BATCH_BYTES = 32 << 20
@@ -87,7 +86,8 @@ class SafetensorsReader:
     located = located_tensors(path, lambda file: self._stamps.update({file: stamp(file)}))
     self._tensors = {tensor_path(name): at for name, at in located.items()}
     paths = sorted(self._tensors, key=_in_numeric_order)
-    leaves = {path: _leaf(self._tensors[path][1]) for path in paths}
+    entries = {path: self._tensors[path][1] for path in paths}
+    leaves = {path: LeafRecord(entry.shape, entry.dtype) for path, entry in entries.items()}
     self.record = Record(
       {path: index for index, path in enumerate(paths)}, leaves, {}, None, 'safetensors'
     )
@@ -147,7 +147,7 @@ class SafetensorsReader:
 
   def _position(self, arranged: Arranged) -> tuple[str, int]:
     """The file of the first array of a request, and its place in it; the beginning if other processes have all of it."""
-    boxes = _boxes(arranged.request)
+    boxes = own_boxes(arranged.request)
     if not boxes:
       return '', 0
     file, entry = self._tensors[next(_dry(arranged, boxes[0])).source]
@@ -157,7 +157,7 @@ class SafetensorsReader:
     """A request with its memory, and the parts of files that fill it."""
     itemsize = arranged.request.dtype.itemsize
     memory = {
-      box: allocated([high - low for low, high in box], itemsize) for box in _boxes(arranged.request)
+      box: allocated([high - low for low, high in box], itemsize) for box in own_boxes(arranged.request)
     }
     parts: dict[str, _FilledPart] = {}
     for box, words in memory.items():
@@ -236,22 +236,16 @@ class _RequestedArray(NamedTuple):
 
   def made(self) -> Any:
     """The array that was requested, from the memory that has been filled."""
-    shape, dtype = self.request.shape, self.request.dtype
-    shards = {box: words.view(dtype) for box, words in self.memory.items()}
-    if self.request.sharding is None:
-      return shards[_whole(shape)]
-    return from_callback(
-      shape, dtype, self.request.sharding, lambda index: shards[box_of(index or (), shape)]
-    )
+    shards = {box: words.view(self.request.dtype) for box, words in self.memory.items()}
+    return assembled(self.request, shards)
 
 
 def is_in_boxes(arranged: Arranged) -> bool:
   """Whether every shard, of other processes too, consists of boxes of saved arrays."""
   sharding, shape = arranged.request.sharding, tuple(arranged.request.shape)
-  indices = [] if sharding is None else sharding.devices_indices_map(shape).values()
-  boxes = dict.fromkeys(box_of(index, shape) for index in indices) or [_whole(shape)]
+  boxes = [whole_box(shape)] if sharding is None else boxes_of(sharding, shape).values()
   try:
-    return all(each is not None for box in boxes for each in _dry(arranged, box))
+    return all(each is not None for box in dict.fromkeys(boxes) for each in _dry(arranged, box))
   except ValueError:
     return False
 
@@ -260,23 +254,6 @@ def _dry(arranged: Arranged, box: Box) -> Iterator[Placement]:
   """The placements in a shard, without memory."""
   none = np.broadcast_to(np.uint8(0), [high - low for low, high in box])
   return arranged.placements(box, none)
-
-
-def _boxes(request: Any) -> list[Box]:
-  """The different shards of a request on this process."""
-  shape = tuple(request.shape)
-  if request.sharding is None:
-    return [_whole(shape)]
-  indices = request.sharding.addressable_devices_indices_map(shape).values()
-  return list(dict.fromkeys(box_of(index, shape) for index in indices))
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-  return tuple((0, size) for size in shape)
-
-
-def _leaf(entry: TensorEntry) -> LeafRecord:
-  return LeafRecord(entry.shape, entry.dtype)
 
 
 def _in_numeric_order(path: str) -> list[tuple[bool, int, str]]:

@@ -52,7 +52,7 @@ def flatten(tree: Any) -> Flattened:
     if isinstance(node, _LEAVES):
       leaves.append(node)
       return len(leaves) - 1
-    children = _one_level(node)
+    children = one_level(node)
     if children and not children[0][0]:
       leaves.append(node)
       return len(leaves) - 1
@@ -75,7 +75,7 @@ def flatten(tree: Any) -> Flattened:
 _LEAVES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, int, float)  # recognised without calling JAX
 
 
-def _one_level(node: Any) -> list[tuple[Any, Any]]:
+def one_level(node: Any) -> list[tuple[Any, Any]]:
   """The children of a node with their keys; a leaf is its own child, with an empty key."""
   return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
@@ -15,15 +14,15 @@ from flax_spmd._src.checkpoint.storage.head import HEAD, is_generation, read_hea
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
   Manifest,
-  damaged_manifest,
   is_manifest,
   manifest_digest,
   parsed_manifest,
 )
+from flax_spmd._src.checkpoint.storage.parsed_json import damaged_file
 from flax_spmd._src.checkpoint.storage.pins import Pin
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
-from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange
+from flax_spmd._src.multihost import exchange
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 Result = TypeVar('Result')
@@ -69,7 +68,7 @@ def current_source(path: epath.Path) -> Source | None:
     reason = 'it is missing' if stored is None else 'its digest is not the one in HEAD'
     if read_head(store, path).head.generation == head.generation:
       break
-  raise damaged_manifest(path, reason)
+  raise damaged_file(path, MANIFEST, reason)
 
 
 def _generation_itself(store: Store, path: epath.Path) -> Source | None:
@@ -95,7 +94,7 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
     for _ in range(_ATTEMPTS):
       with _pinned(path) as source:
         result, error, is_replaced = _attempted(path, source, read)
-        if _in_any(is_replaced):
+        if any(text == str(True) for _, text in exchange('checkpoint', str(is_replaced))):
           continue
         if error is not None:
           raise error
@@ -118,16 +117,8 @@ def _attempted(
   if source is None:
     return result, error, False
   if error is None and not source.is_whole:
-    error = damaged_manifest(source.path, 'it is missing')
+    error = damaged_file(source.path, MANIFEST, 'it is missing')
   return result, error, error is not None and _was_replaced(source)
-
-
-def _in_any(flag: bool) -> bool:
-  """Whether a flag is set in any process."""
-  if jax.process_count() == 1:
-    return flag
-  groups = exchange('checkpoint', everyone(), str(flag), CALLS, TIMEOUT)
-  return any(text == str(True) for _, text in groups)
 
 
 def _was_replaced(source: Source) -> bool:
@@ -150,7 +141,7 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
       source = current_source(path)
       again = source is not None and generation not in (None, source.folder.name)
       answer = {'generation': None if source is None else source.folder.name, 'again': again}
-      if _agreed(json.dumps(answer)) and not again:
+      if len(exchange('checkpoint', json.dumps(answer))) == 1 and not again:
         yield source
         return
     finally:
@@ -167,10 +158,3 @@ def _generation_to_pin(path: epath.Path) -> tuple[epath.Path, str | None]:
   head = read_head(open_store(path.parent), path).head
   is_copy = not is_generation(path.name) or open_store(path.parent).read(HEAD) is None
   return (path, head.generation) if head.generation or is_copy else (path.parent, path.name)
-
-
-def _agreed(answer: str) -> bool:
-  """Whether all processes give the same answer."""
-  if jax.process_count() == 1:
-    return True
-  return len(exchange('checkpoint', everyone(), answer, CALLS, TIMEOUT)) == 1

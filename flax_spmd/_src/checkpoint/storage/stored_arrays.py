@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from flax_spmd._src.array_boxes import Box
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.host_shards import assembled
 from flax_spmd._src.checkpoint.storage.parsed_json import unreadable
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
-  Index,
-  assembled,
   batches,
   opened,
   started,
@@ -89,7 +89,7 @@ class StoredArraysReader:
     reads = {path: self._start(path, arrays[path], requests[path]) for path in requests}
     return {path: self._array(path, requests[path], reads[path]) for path in requests}
 
-  def _start(self, path: str, future: Any, request: Any) -> dict[Index, Any]:
+  def _start(self, path: str, future: Any, request: Any) -> dict[Box, Any]:
     """Starts the reads of slices of an array."""
     array, store = self._by_path[path], self._result(path, future)
     if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
@@ -97,10 +97,10 @@ class StoredArraysReader:
       raise unreadable(self.path, f'its description is {array.stored}{list(array.shape)}, and {found}')
     return started(store, request)
 
-  def _array(self, path: str, request: Any, reads: Mapping[Index, Any]) -> Any:
+  def _array(self, path: str, request: Any, reads: Mapping[Box, Any]) -> Any:
     array = self._by_path[path]
     slices = {
-      index: np.asarray(self._result(path, future)).view(array.dtype) for index, future in reads.items()
+      box: np.asarray(self._result(path, future)).view(array.dtype) for box, future in reads.items()
     }
     return assembled(request, slices)
 

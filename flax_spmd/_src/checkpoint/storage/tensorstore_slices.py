@@ -1,18 +1,16 @@
-"""Slices: the parts of an array that a process reads with TensorStore, each once, and the array made of them."""
+"""Slices: the parts of arrays that a process reads with TensorStore, each once."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import tensorstore as ts
 
+from flax_spmd._src.array_boxes import Box, volume
 from flax_spmd._src.checkpoint.storage.buckets import PATIENT, Location
-from flax_spmd._src.checkpoint.storage.host_shards import from_callback
-
-Index = tuple[tuple[int, int], ...]  # start and stop of each dimension
+from flax_spmd._src.checkpoint.storage.host_shards import own_boxes
 
 _MIN_IN_FLIGHT = 64 << 20  # bytes
 
@@ -55,35 +53,9 @@ def batches(requests: Mapping[str, Any], memory: int | None) -> Iterator[dict[st
 
 def _bytes(request: Any) -> int:
   """Bytes that this process reads of an array."""
-  elements = sum(int(np.prod([stop - start for start, stop in index])) for index in _indices(request))
-  return elements * request.dtype.itemsize
+  return sum(map(volume, own_boxes(request))) * request.dtype.itemsize
 
 
-def started(store: Any, request: Any) -> dict[Index, Any]:
-  """TensorStore's future of each slice that a request needs of an opened array."""
-  return {index: store[tuple(slice(*each) for each in index)].read() for index in _indices(request)}
-
-
-def assembled(request: Any, slices: Mapping[Index, np.ndarray]) -> Any:
-  """The array that was requested, from its slices."""
-  shape = tuple(request.shape)
-  if request.sharding is None:
-    return slices[_whole(shape)]
-  return from_callback(
-    shape, request.dtype, request.sharding, lambda index: slices[_plain(index or (), shape)]
-  )
-
-
-def _indices(request: Any) -> list[Index]:
-  if request.sharding is None:
-    return [_whole(request.shape)]
-  indices = request.sharding.addressable_devices_indices_map(request.shape).values()
-  return list(dict.fromkeys(_plain(index, request.shape) for index in indices))
-
-
-def _whole(shape: tuple[int, ...]) -> Index:
-  return tuple((0, size) for size in shape)
-
-
-def _plain(index: Sequence[slice], shape: tuple[int, ...]) -> Index:
-  return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+def started(store: Any, request: Any) -> dict[Box, Any]:
+  """TensorStore's future of each shard that a request needs of an opened array."""
+  return {box: store[tuple(slice(*each) for each in box)].read() for box in own_boxes(request)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.data.checksums import PendingChecksums, own_checksums
-from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange, processes_of
+from flax_spmd._src.multihost import exchange, processes_of
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -148,7 +148,8 @@ def read_verified(
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
     whole, damage = _whole_and_damage(reader, requests, memory, verify, everything)
-  return whole, damage._replace(files=damage.files | over_processes('files', _result(files)))
+  wrong = files.result() if files is not None else {}
+  return whole, damage._replace(files=damage.files | over_processes('files', wrong))
 
 
 def read_arranged(
@@ -253,10 +254,6 @@ def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
     )
 
 
-def _result(files: Future[dict[str, str]] | None) -> dict[str, str]:
-  return {} if files is None else files.result()
-
-
 def _file_damage(reader: CheckpointReader, contents: bool, parts: int) -> dict[str, str]:
   if not isinstance(reader, OrbaxReader):
     return {}
@@ -298,7 +295,7 @@ def over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
   if jax.process_count() == 1:
     return texts
   together: dict[str, str] = {}
-  for _, received in exchange(f'verified {topic}', everyone(), json.dumps(texts), CALLS, TIMEOUT):
+  for _, received in exchange(f'verified {topic}', json.dumps(texts)):
     together |= json.loads(received)
   return dict(sorted(together.items()))
 

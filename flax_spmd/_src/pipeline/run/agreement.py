@@ -25,8 +25,6 @@ from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
 from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.multihost import (
-  CALLS,
-  TIMEOUT,
   differ,
   differing_parts,
   exchange,
@@ -83,7 +81,7 @@ def _compare(
   topic: str, members: tuple[int, ...], texts: Mapping[str, str], pieces: Iterable[CommonPiece], fix: str
 ) -> None:
   """Raises on every process unless texts and values are equal; reports the first text that differs, or all values."""
-  differing = differing_parts(topic, members, {**texts, **value_parts(pieces)}, CALLS, TIMEOUT)
+  differing = differing_parts(topic, {**texts, **value_parts(pieces)}, members)
   first = next((differing[name] for name in texts if name in differing), ())
   raise_problems(text_problems(first) or value_problems(differing, fix))
 
@@ -109,7 +107,7 @@ def check_same_order(setting: Setting, pipeline: str) -> None:
     if len(group) > 1 and _latest.get(group) != pipeline:
       call = JointCall(f'pipeline order of {ranges(group)}', f'The change to {pipeline}', None, group)
       with call.entered():
-        found = exchange('order', group, pipeline, _SAME_ORDER, setting.timeout)
+        found = exchange('order', pipeline, group, fix=_SAME_ORDER, timeout=setting.timeout)
       raise_problems(
         differ('The next pipeline', {each: text for group, text in found for each in group}, _SAME_ORDER)
       )

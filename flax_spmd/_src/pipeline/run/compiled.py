@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.data.unusable_leaves import check_usable
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, joint
+from flax_spmd._src.multihost import exchange, joint
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.agreement import check_same_arguments, check_same_order
@@ -130,12 +130,11 @@ class CompiledPipeline:
   def _of_all_processes(self, seconds: Mapping[Task, float]) -> dict[Task, float]:
     """The times of all tasks, equal on all processes, of which each has those of its own ranks."""
     text = json.dumps({str(task): time for task, time in seconds.items()})
-    texts = [text]
-    if len(self._setting.processes) > 1:
-      everyone = exchange('measured tasks', self._setting.processes, text, CALLS, TIMEOUT)
-      texts = [each for _, each in everyone]
     return {
-      task: time for each in texts for one, time in json.loads(each).items() for task in parse(one).tasks
+      task: time
+      for _, each in exchange('measured tasks', text, self._setting.processes)
+      for one, time in json.loads(each).items()
+      for task in parse(one).tasks
     }
 
   def run(self, leaves: Sequence[Any]) -> Any:

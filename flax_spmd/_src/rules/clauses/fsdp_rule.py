@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax import dtypes
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.clauses.axes_with_options import (
-  AxesWithOptions,
-  are_axes,
-  are_strings,
-  as_axes,
-  as_count,
-  check_arguments,
-  is_count,
-)
-from flax_spmd._src.rules.clauses.base import FillingClause, Idle, Leaf, ReadTable
+from flax_spmd._src.rules.clauses.axes_with_options import AxesWithOptions
+from flax_spmd._src.rules.clauses.base import FillingClause, Leaf
 from flax_spmd._src.rules.decisions import Axes, Reason
-from flax_spmd._src.rules.toml_values import read_axes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fsdp(AxesWithOptions, FillingClause):
   """The result of `fsdp(...)`: a clause that shards one open dimension of an array over `axes`."""
 
-  min_size: int = 2**20
   skip: tuple[str, ...] = ('layers',)
 
   form = 'fsdp(...)'
   toml_head = 'fsdp'
   toml_keys = frozenset({'fsdp', 'min_size', 'skip'})
   toml_form = '{fsdp = "axis"}'
+  names_of = 'names'
 
   def choose(
     self, leaf: Leaf, is_open: Sequence[bool], taken: set[str], sizes: Mapping[str, int]
@@ -60,20 +49,6 @@ class Fsdp(AxesWithOptions, FillingClause):
       return 'indivisible' if candidates else 'no open dimension'
     return max(dividing, key=lambda dim: (leaf.shape[dim], -dim))
 
-  def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
-    """The reasons for which it skipped arrays: `3 x small (min_size=1048576), 1 x not numbers`."""
-    listed = [
-      f'{count} x {reason}' + (f' (min_size={self.min_size})' if reason == 'small' else '')
-      for reason, count in reasons.items()
-    ]
-    return Idle(f'decided nothing{": " if listed else ""}{", ".join(listed)}.')
-
-  @classmethod
-  def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
-    """The axes, with the options of `fsdp`."""
-    options = {name: value for name, value in entry.items() if name != 'fsdp'}
-    return fsdp(read_axes(entry['fsdp']), **options)
-
 
 @set_module('flax_spmd')
 def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)) -> Fsdp:
@@ -97,15 +72,4 @@ def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)
     >>> layout.spec({'wq': LogicallyPartitioned(jnp.ones((512, 64)), ('embed', 'heads')), 'wi': jnp.ones((64, 256))})
     {'wi': P(None, 'data'), 'wq': P('data', 'model')}
   """
-  skip = (skip,) if isinstance(skip, str) else skip
-  axes, min_size = as_axes(axes), as_count(min_size)
-  check_arguments(
-    'fsdp',
-    'axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.',
-    {
-      'axes': (axes, are_axes(axes)),
-      'min_size': (min_size, is_count(min_size)),
-      'skip': (skip, are_strings(skip)),
-    },
-  )
-  return Fsdp(axes, min_size, tuple(skip))
+  return Fsdp.of(axes, min_size, skip=skip)

@@ -6,34 +6,24 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.clauses.axes_with_options import (
-  AxesWithOptions,
-  are_axes,
-  are_strings,
-  as_axes,
-  as_count,
-  check_arguments,
-  is_count,
-)
-from flax_spmd._src.rules.clauses.base import Idle, Leaf, ReadTable, WideningClause
+from flax_spmd._src.rules.clauses.axes_with_options import AxesWithOptions
+from flax_spmd._src.rules.clauses.base import Idle, Leaf, WideningClause
 from flax_spmd._src.rules.decisions import Axes, Reason, axis_names
-from flax_spmd._src.rules.toml_values import read_axes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerOver(AxesWithOptions, WideningClause):
   """The result of `optimizer_over(...)`: a clause that adds mesh axes to one dimension of optimizer state."""
 
-  min_size: int = 2**20
   avoid: tuple[str, ...] = ()
 
   form = 'optimizer_over(...)'
   toml_head = 'optimizer_over'
   toml_keys = frozenset({'optimizer_over', 'min_size', 'avoid'})
   toml_form = '{optimizer_over = "axis"}'
+  names_of = 'mesh axes'
 
   def choose(
     self, leaf: Leaf, entries: Sequence[Axes], sizes: Mapping[str, int]
@@ -62,17 +52,7 @@ class OptimizerOver(AxesWithOptions, WideningClause):
     """The reasons for which it skipped optimizer state, or that there is none."""
     if not reasons:
       return Idle("found no optimizer state, which is an Optax state, or below a key 'opt_state'.")
-    listed = [
-      f'{count} x {reason}' + (f' (min_size={self.min_size})' if reason == 'small' else '')
-      for reason, count in reasons.items()
-    ]
-    return Idle(f'decided nothing: {", ".join(listed)}.')
-
-  @classmethod
-  def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
-    """The axes, with the options of `optimizer_over`."""
-    options = {name: value for name, value in entry.items() if name != 'optimizer_over'}
-    return optimizer_over(read_axes(entry['optimizer_over']), **options)
+    return super().idle(paths, reasons)
 
 
 @set_module('flax_spmd')
@@ -104,15 +84,4 @@ def optimizer_over(
     >>> layout.spec({'params': {'w': w}, 'opt_state': {'momentum': {'w': w}}})
     {'opt_state': {'momentum': {'w': P('data', 'model')}}, 'params': {'w': P(None, 'model')}}
   """
-  avoid = (avoid,) if isinstance(avoid, str) else avoid
-  axes, min_size = as_axes(axes), as_count(min_size)
-  check_arguments(
-    'optimizer_over',
-    'axes is a mesh axis or a tuple of them, min_size a number of elements, avoid a tuple of mesh axes.',
-    {
-      'axes': (axes, are_axes(axes)),
-      'min_size': (min_size, is_count(min_size)),
-      'avoid': (avoid, are_strings(avoid)),
-    },
-  )
-  return OptimizerOver(axes, min_size, tuple(avoid))
+  return OptimizerOver.of(axes, min_size, avoid=avoid)
