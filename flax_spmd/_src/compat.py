@@ -1455,6 +1455,7 @@ def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
 
 PLACEHOLDER = 'CustomSPMDPartitioning'
 _callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
+_needs_lock = threading.RLock()  # one thread at a time changes which primitives need them
 
 
 def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
@@ -1471,15 +1472,16 @@ def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
   parameters = mlir.LoweringParameters(
     override_lowering_rules=cast(Any, ((custom_partitioning.custom_partitioning_p, applied),))
   )
-  needing = dispatch.prim_requires_devices_during_lowering
-  others = {primitive for primitive in needing if primitive.name not in _callbacks}
-  needing -= others
-  dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
-  try:
-    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
-  finally:
-    needing |= others
+  with _needs_lock:
+    needing = dispatch.prim_requires_devices_during_lowering
+    others = {primitive for primitive in needing if primitive.name not in _callbacks}
+    needing -= others
     dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+    try:
+      return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    finally:
+      needing |= others
+      dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
 
 
 def _placeholder(

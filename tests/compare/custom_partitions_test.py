@@ -1,5 +1,8 @@
 """Functions of `custom_partitioning`: compiled for absent devices, and estimated."""
 
+import concurrent.futures
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +10,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
+from flax_spmd._src.compat import PLACEHOLDER, lower_with_placeholders
 from flax_spmd._src.estimate.doubts import particular
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 
@@ -59,9 +63,37 @@ def test_a_function_with_unknown_costs_makes_an_estimate_doubtful():
   assert outcome.counts.by_kind() == {'all-reduce': 7.0}
   assert outcome.counts.opaque == (('centered', 4),)
   assert set(particular(outcome.doubts)) == {
-    'custom_partitions_test.py:38: the costs of the kernel centered are unknown',
-    'custom_partitions_test.py:39: the costs of the kernel centered are unknown',
+    'custom_partitions_test.py:43: the costs of the kernel centered are unknown',
+    'custom_partitions_test.py:42: the costs of the kernel centered are unknown',
   }
+
+
+def test_two_threads_may_lower_for_absent_devices():
+  """A program whose lowering begins during that of another one, and ends after it."""
+  mesh = spmd.abstract_mesh({'data': 8})
+  rows = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  traced = jax.jit(centered).trace(rows)
+  first_begins, first_ends, second_begins = (threading.Event() for _ in range(3))
+
+  class First:
+    def lower(self, **options):
+      first_begins.set()
+      second_begins.wait(0.5)
+      return traced.lower(**options)
+
+  class Second:
+    def lower(self, **options):
+      second_begins.set()
+      assert first_ends.wait(10)
+      return traced.lower(**options)
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    one = pool.submit(lower_with_placeholders, First(), 'cpu', mesh)
+    assert first_begins.wait(10)
+    other = pool.submit(lower_with_placeholders, Second(), 'cpu', mesh)
+    assert PLACEHOLDER in one.result().as_text()
+    first_ends.set()
+    assert PLACEHOLDER in other.result().as_text()
 
 
 def attention(state, x):
