@@ -1,7 +1,7 @@
 """Boxes: parts of arrays, as a range of indices in each dimension.
 
-box = box_of(shard.index, array.shape)     # ((0, 4), (8, 16))
-boxes_of(sharding, shape)[device]
+    box = box_of(shard.index, array.shape)     # ((0, 4), (8, 16))
+    boxes_of(sharding, shape)[device]
 """
 
 from __future__ import annotations
