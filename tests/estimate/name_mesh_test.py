@@ -92,14 +92,17 @@ def test_inner_recorders_take_over():
 
 
 @pytest.mark.parametrize('mesh', [spmd.make_mesh({'data': 8}), None])
-def test_a_step_with_shard_map_cannot_be_estimated(mesh):
-  def mapped(state, x):
-    inner = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=jax.P('data'), out_specs=jax.P('data'))
-    return state, jnp.sum(inner(x))
+@pytest.mark.parametrize('where', ['state', 'step'])
+def test_a_model_with_shard_map_cannot_be_estimated(mesh, where):
+  def mapped(here, x):
+    if here != where:
+      return x
+    return jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=jax.P('data'), out_specs=jax.P('data'))(x)
 
   vector = jax.ShapeDtypeStruct((8,), jnp.float32)
+  step = lambda state, x: (state, jnp.sum(mapped('step', x)))
   with pytest.raises(EstimatorError) as error:
-    Estimator(TrainStep(mapped, lambda: {'w': jnp.ones(8)}, vector))
+    Estimator(TrainStep(step, lambda: {'w': mapped('state', jnp.ones(8))}, vector))
   assert str(error.value) == (
     'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
     'Fix: choose the layouts, and compile them with spmd.compare.'

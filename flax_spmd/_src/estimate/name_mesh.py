@@ -9,7 +9,9 @@ is lowered once for all layouts.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -172,19 +174,26 @@ def _names_of(train_step: TrainStepLike) -> tuple[set[str], str | None]:
   train_step = train_step_on(layout, train_step)
   jitted = train_step.jitted(layout)
   with record_names() as names:
-    try:
+    with _explained():
       state = layout.abstract(train_step.create, *train_step.args)
-    except MeshAxisError as error:  # about a mesh that the user has never seen
-      in_names = ' of names ' in str(error)  # else in a constraint of the model
-      raise EstimatorError(_OWN_AXES if in_names else _OWN_MESH) from error
     try:
       batch = abstract_batch(train_step, layout)
     except MeshAxisError as error:
       raise EstimatorError(_AXES_OF_BATCH) from error
-    try:
+    with _explained():
       jitted.trace(state, batch)
-    except ValueError as error:  # a true error of the step is raised again when it is compiled
-      if 'mesh' in str(error) or 'shard_map' in str(error):
-        raise EstimatorError(_OWN_MESH) from error
-      raise
   return names, train_step.axis_name
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+  """Replaces errors about the mesh of names, which the user has never seen, in the state and in the step alike."""
+  try:
+    yield
+  except ValueError as error:  # a true error of the step is raised again when it is compiled
+    in_names = isinstance(error, MeshAxisError) and ' of names ' in str(error)  # else in the model
+    if in_names:
+      raise EstimatorError(_OWN_AXES) from error
+    if 'mesh' in str(error) or 'shard_map' in str(error):
+      raise EstimatorError(_OWN_MESH) from error
+    raise
