@@ -2,6 +2,8 @@
 
     box = box_of(shard.index, array.shape)     # ((0, 4), (8, 16))
     boxes_of(sharding, shape)[device]
+
+Copies of a shard on several devices have equal boxes.
 """
 
 from __future__ import annotations
