@@ -196,10 +196,10 @@ class Trials:
     self.partitioned: dict[Candidate, Outcome] = {}
     self.compiled: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
-    self._known: dict[
-      Any, Candidate
-    ] = {}  # of candidates with equal estimates, one that was partitioned or compiled
-    self._simplified: dict[Candidate, Candidate] = {}  # simplified candidates
+    self._known: dict[Any, Candidate] = {}  # by their estimates, those that were partitioned or compiled
+    self._simplified: dict[
+      Candidate, Candidate
+    ] = {}  # candidates without their rules that change nothing
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
 
