@@ -147,7 +147,7 @@ def drawn_for(
   aim = parse_target(target)
   estimator = Estimator(train_step, platform=aim.chip.platform)
   found = estimator.names, estimator.parameter_names, estimator.together
-  facts = facts_of(train_step, (), *found)
+  facts = facts_of(train_step, {}, *found)
   space = Space(facts, constraints_of(aim, facts, None, None, None, (), (), None), aim)
   return estimator, facts, draw(space, count, seed)
 

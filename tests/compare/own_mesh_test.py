@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from textwrap import dedent
 
 import flax.linen as nn
@@ -202,9 +203,36 @@ def test_choices_reach_the_function_that_builds_the_model():
 def test_a_search_without_the_axes_of_the_model():
   with pytest.raises(SearchError) as error:
     search(train_step_of, TARGET, candidates=2, top=1)
-  assert str(error.value) == dedent("""\
-    The model cannot be built on a mesh with the axes of a search: ValueError: shard_map in_specs argument must refer to an axis marked as manual (frozenset({'all'})), but:
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has.""")
+  assert (
+    str(error.value)
+    == dedent("""\
+    The model cannot be built without the mesh axes that it uses: ValueError: shard_map in_specs argument must refer to an axis marked as manual (frozenset({'all'})), but:
+      in_specs[0] refers to 'data'
+      in_specs[0] refers to 'fsdp'
+      in_specs[0] refers to 'expert'
+      in_specs[2] refers to 'expert'
+      in_specs[2] refers to 'tensor'
+      in_specs[3] refers to 'expert'
+      in_specs[3] refers to 'tensor'
+    Check the in_specs values passed to shard_map.
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+  )
+
+
+def test_a_search_over_the_mesh_on_which_a_model_creates_its_state():
+  mesh = spmd.abstract_mesh({'data': 8})
+  doubled = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P('data'), out_specs=P('data'))
+  train_step = TrainStep(lambda w, x: (w, jnp.sum(x @ w)), lambda: doubled(jnp.ones((EMBED, EMBED))), X)
+  result = search(train_step, TARGET, mesh={'data': -1}, candidates=2, top=1)
+  assert result.layout.mesh.shape == {'data': 8} and result.outcomes[0].source == 'compiled:cpu'
+  with pytest.raises(SearchError) as error:
+    search(train_step, TARGET, mesh={'data': 4, 'model': 2}, candidates=2, top=1)
+  assert (
+    re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
+    == dedent("""\
+    The model cannot be built on the mesh {'data': 4, 'model': 2}: MeshError: The shard_map at own_mesh_test.py:1 is on the mesh {'data': 8}; the layout's mesh is {'data': 4, 'model': 2}.
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+  )
 
 
 def test_a_search_builds_a_model_that_asks_for_the_platform():

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ class ModelFacts(NamedTuple):
 
 def facts_of(
   train_step: TrainStepLike,
-  axes: Iterable[str] = (),
+  axes: Mapping[str, int] = MappingProxyType({}),
   names: Mapping[str, tuple[int, ...]] | None = None,
   parameters: frozenset[str] = frozenset(),
   together: frozenset[frozenset[str]] = frozenset(),
@@ -80,11 +81,11 @@ def facts_of(
 
   Args:
     train_step: the step, whose state is traced.
-    axes: mesh axes that a model may use.
+    axes: mesh axes that a model may use, with their sizes.
     names, parameters, together: attributes of an `Estimator`. Without an estimator they are read off the
       state, which leaves out names of activations.
   """
-  layout = Layout(abstract_mesh(dict.fromkeys(axes, 1) or {'all': 1}))
+  layout = Layout(abstract_mesh(axes or {'all': 1}))
   train_step = train_step_on(layout, train_step)
   rows = layout.rows(layout.abstract(train_step.create, *train_step.args))
   if names is None:

@@ -127,9 +127,8 @@ def search(
   values = {name: tuple(values) for name, values in (choices or {}).items()}
   _check(hardware_target, top, candidates, values)
   check_pipelines(pipelines, hardware_target)
-  task = SearchTask(
-    train_step, hardware_target, hardware, jobs, fresh, axes_named(mesh, pin, batch_only)
-  )
+  axes = axes_named(mesh, pin, batch_only, hardware_target.devices)
+  task = SearchTask(train_step, hardware_target, hardware, jobs, fresh, axes)
   first = lower_variant(task, first_choices(values))
   constraints_on = functools.partial(
     constraints_of,

@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.compare import compare
@@ -36,7 +37,7 @@ from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
-from flax_spmd.errors import EstimatorError, LayoutError, PipelineError, SearchError
+from flax_spmd.errors import EstimatorError, LayoutError, MeshError, PipelineError, SearchError
 
 Choices = tuple[tuple[str, Any], ...]
 """Arguments of the step, as name and value."""
@@ -54,7 +55,7 @@ class SearchTask(NamedTuple):
     hardware: TOML file with descriptions of further chips.
     jobs: number of compilers to run in parallel.
     fresh: whether to discard cached estimates.
-    axes: mesh axes that the user names.
+    axes: mesh axes that the user names, with their sizes, or 1.
   """
 
   train_step: TrainStepLike
@@ -62,7 +63,7 @@ class SearchTask(NamedTuple):
   hardware: str | os.PathLike[str] | None = None
   jobs: int | None = None
   fresh: bool = False
-  axes: tuple[str, ...] = ()
+  axes: Mapping[str, int] = MappingProxyType({})
 
   def with_choices(self, choices: Choices) -> SearchTask:
     """The task with arguments of the step bound, and those of `create` that have the same names.
@@ -132,7 +133,7 @@ def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
     except EstimatorError as error:
       return TaskVariant(task, None, _facts_without_estimator(task), None, str(error).splitlines()[0])
     found = estimator.names, estimator.parameter_names, estimator.together
-    facts = facts_of(task.train_step, (), *found)
+    facts = facts_of(task.train_step, {}, *found)
     cache = open_cache(_identity(task, facts), task.target, task.fresh)
   return TaskVariant(task, estimator, facts, cache)
 
@@ -142,16 +143,17 @@ def _facts_without_estimator(task: SearchTask) -> ModelFacts:
   try:
     return facts_of(task.train_step, task.axes)
   except Exception as error:
-    if isinstance(task.train_step, TrainStep):
+    if isinstance(task.train_step, TrainStep) and not isinstance(error, MeshError):
       raise
-    axes = ', '.join(map(repr, task.axes)) or 'of a search'
-    text = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
-    raise SearchError(_AXES.format(axes=axes, error=text)) from error
+    problem = f'on the mesh {dict(task.axes)}' if task.axes else 'without the mesh axes that it uses'
+    text = '\n'.join(filter(str.strip, str(error).split('\nFix: ')[0].splitlines()))
+    raise SearchError(_AXES.format(problem=problem, error=f'{type(error).__name__}: {text}')) from error
 
 
 _AXES = (
-  'The model cannot be built on a mesh with the axes {axes}: {error}\n'
-  'Fix: pass mesh= or pin= to search, which name axes that each of its meshes has.'
+  'The model cannot be built {problem}: {error}\n'
+  'Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of '
+  'these by a function of the layout, lambda layout: TrainStep(...).'
 )
 
 
@@ -197,9 +199,7 @@ class Trials:
     self.compiled: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
     self._known: dict[Any, Candidate] = {}  # by their estimates, those that were partitioned or compiled
-    self._simplified: dict[
-      Candidate, Candidate
-    ] = {}  # candidates without their rules that change nothing
+    self._simplified: dict[Candidate, Candidate] = {}  # candidates without rules that change nothing
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
 

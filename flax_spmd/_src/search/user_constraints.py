@@ -125,15 +125,18 @@ def constraints_of(
   return constraints
 
 
-def axes_named(mesh: Any, pin: Mapping[str, Any] | None, batch_only: Any) -> tuple[str, ...]:
-  """The mesh axes that every mesh of a search has, as its arguments name them.
+def axes_named(
+  mesh: Any, pin: Mapping[str, Any] | None, batch_only: Any, devices: int
+) -> dict[str, int]:
+  """The mesh axes that every mesh of a search has, as its arguments name them; of size 1 unless they give the mesh.
 
   Example:
-    >>> axes_named({'data': 2}, {'batch': ('data', 'fsdp'), 'norm': None}, 'data')
-    ('data', 'fsdp')
+    >>> axes_named({'data': -1}, {'batch': ('data', 'fsdp'), 'norm': None}, 'data', 8)
+    {'data': 8, 'fsdp': 1}
   """
-  named = [*(_sizes(mesh) if mesh is not None else ()), *_axes(batch_only)]
-  return tuple(dict.fromkeys([*named, *(axis for axes in (pin or {}).values() for axis in _axes(axes))]))
+  sizes = {} if mesh is None else _filled(_sizes(mesh), devices)
+  named = [*_axes(batch_only), *(axis for axes in (pin or {}).values() for axis in _axes(axes))]
+  return {**sizes, **{axis: 1 for axis in named if axis not in sizes}}
 
 
 def _bytes(memory: int | str) -> int:
@@ -165,7 +168,8 @@ def _sizes(mesh: Any) -> dict[str, int]:
 def _filled(mesh: dict[str, int], devices: int) -> dict[str, int]:
   """The mesh with -1 replaced by the number of devices left for that axis."""
   known = math.prod(size for size in mesh.values() if size != -1)
-  return {name: devices // max(known, 1) if size == -1 else size for name, size in mesh.items()}
+  left = max(1, devices // max(known, 1))
+  return {name: left if size == -1 else size for name, size in mesh.items()}
 
 
 def _problems(constraints: UserConstraints, target: Target, facts: ModelFacts) -> Iterator[Problem]:
