@@ -435,10 +435,11 @@ class Layout:
       out_axes: with `axis_name`, None for a result that is equal in all parts, the dimension along which the parts
         of a result are joined, or a tree of these that is a prefix of the result. Single numbers are joined to one
         array of them. Default: None; results that differ are an error.
-      constrain_batch: whether a step without any names or constraints keeps its batch sharded throughout, where its
-        state is sharded over the axes of the batch (FSDP). The batch is an argument that is sharded over dimension 0
-        and is not returned. The step is then traced three times, the second time with twice the batch. Models of NNX
-        are left as they are.
+      constrain_batch: whether a step that does not constrain its batch keeps it sharded. The batch is an argument that
+        is sharded over dimension 0, or that is on no mesh yet, such as an array of NumPy, and is not returned. One on no
+        mesh is sharded by the rule for `batch`, if there is one. Where the state is sharded over the axes of the batch (FSDP),
+        without any names or constraints, the batch stays sharded throughout: the step is then traced three times, the
+        second time with twice the batch. Models of NNX are left as they are.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 

@@ -192,10 +192,57 @@ def test_what_an_author_has_decided_stays():
     (LAYOUT, named(step), (state, *batch)),
     (LAYOUT, lambda params, x: Named().apply(params, x).sum(), (boxed, batch[0][0])),
     (plain, step, (plain.init(create), *batch)),
+    (plain, step, (plain.init(create), *arguments('unrolled', plain))),
+    (plain, named(step), (plain.init(create), (X, Y))),
+    (plain, same, (plain.init(create), (X, Y))),
     (LAYOUT, same, (state, *batch)),
   ):
     one, other = program(layout, each, *args)
     assert one == other
+
+
+class WithNames(nn.Module):
+  """Parameters with names, and nothing constrained."""
+
+  @nn.compact
+  def __call__(self, x):
+    init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
+    return nn.Dense(8, kernel_init=init)(x)
+
+
+KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PRNGKey(0),)}
+
+
+@pytest.mark.parametrize('keys', KEYS)
+@pytest.mark.parametrize('model', [Mlp(False), WithNames()])
+@pytest.mark.parametrize(
+  ('mesh', 'table'),
+  [
+    ({'data': 8}, ()),
+    ({'data': 2, 'model': 4}, (('mlp', 'model'),)),
+    ({'data': 2, 'model': 4}, spmd.presets.fsdp('model', min_size=64)),
+  ],
+)
+def test_a_batch_of_the_host_is_sharded_where_the_state_is_not(mesh, table, model, keys):
+  """Without this, every device computes all of it."""
+  layout = spmd.Layout(mesh, (('batch', 'data'), *table))
+  state = layout.init(model.init, jax.random.key(0), X)
+
+  def step(params, batch, *keys):
+    scale = 1 + 0 * jax.random.uniform(*keys) if keys else 1.0
+    loss = lambda params: loss_of(scale * model.apply(params, batch['x']), batch['y'])
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+  found = []
+  for batch in ({'x': X, 'y': Y}, layout.shard({'x': X, 'y': Y}, ('batch',))):
+    jitted = layout.jit(step)
+    compiled = jitted.lower(state, batch, *KEYS[keys]).compile()
+    shardings = [each.spec for each in jax.tree.leaves(compiled.input_shardings[0][1])]
+    found.append((shardings, compiled.cost_analysis()['flops'], jitted(state, batch, *KEYS[keys])[1]))
+  (host, flops, loss), (_, expected, placed) = found
+  assert [spec[0] for spec in host] == ['data', 'data'] and flops == pytest.approx(expected, rel=0.02)
+  np.testing.assert_allclose(loss, placed, rtol=1e-6)
 
 
 def test_a_step_that_has_the_size_of_its_batch_as_a_constant():

@@ -60,6 +60,10 @@ def with_batch_constraints(
   """
 
   def constrained(leaves: list[Any]) -> Any:
+    if not batch.is_throughout:
+      return fn(
+        [_sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)]
+      )
     larger = _larger(fn, batch, leaves)
     size = _own_size(batch, leaves) if larger is None else None
     if larger is None and size is None:
@@ -70,6 +74,12 @@ def with_batch_constraints(
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
   return constrained
+
+
+def _sharded(leaf: Any, batch: BatchLeaves, mesh: MeshLike) -> Any:
+  """An array of a batch, constrained along dimension 0."""
+  spec = PartitionSpec(batch.axes, *[UNCONSTRAINED] * (leaf.ndim - 1))
+  return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
 
 def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence[Any]) -> Any:

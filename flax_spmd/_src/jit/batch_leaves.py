@@ -1,16 +1,19 @@
-"""Batch leaves: the arrays of a call that are a batch, in a step whose model has no names.
+"""Batch leaves: the arrays of a call that are a batch, in a step that does not constrain it.
 
     batch = batch_leaves(dynamic, returned, jaxpr, mesh, rules)
     batch.leaves, batch.axes                # (8, 9), ('data',)
 
 Nothing marks an argument as a batch, so this is a deduction, and None unless all of it holds:
 
-* no array of the arguments has names, and nothing in the step is constrained;
+* nothing in the step is constrained over the axes of the batch;
 * the arrays of one argument have dimension 0 in common, sharded over the same mesh axes and nothing else. Arrays
-  that are on no mesh yet count too, with the axes of the rule for `batch`;
+  that are on no mesh yet count too, with the axes of the rule for `batch`, except raw random keys;
 * the axes split it into several parts, all of one size;
 * the step does not return that argument;
-* another argument, the state, is sharded over some of these axes. Without that, nothing is at stake.
+* another argument, the state, is on the mesh.
+
+If that state is sharded over some of the batch's axes (FSDP), no array has names, and nothing is constrained, the batch has
+to stay sharded throughout the step. If the state is not, one that is on no mesh yet is sharded as the step begins: every device would compute all of it.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from flax_spmd._src.jit.constrained_results import has_constraints
+from flax_spmd._src.jit.constrained_results import has_constraints, is_constrained_over
 from flax_spmd._src.mesh import MeshLike, axis_sizes, placed_sharding
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.rules.decisions import axis_names
@@ -35,18 +39,21 @@ class BatchLeaves(NamedTuple):
   Attributes:
     leaves: their positions among the leaves of `(args, kwargs)`.
     axes: the mesh axes of their dimension 0.
+    is_throughout: whether values that are computed from them have to be constrained, too.
   """
 
   leaves: tuple[int, ...]
   axes: tuple[str, ...]
+  is_throughout: bool = True
 
 
 class _ArgumentArray(NamedTuple):
-  """An array of an argument: its position, shape and, if it is on the mesh, sharding."""
+  """An array of an argument: its position, shape and, if it is on the mesh, sharding; whether it is a raw random key."""
 
   position: int
   shape: tuple[int, ...]
   sharding: NamedSharding | None
+  is_key: bool
 
 
 def batch_leaves(
@@ -56,7 +63,7 @@ def batch_leaves(
   mesh: MeshLike,
   rules: Rules,
 ) -> BatchLeaves | None:
-  """The batch of a call; None if it has names, or if no batch can be told from a state.
+  """The batch of a call; None if the step needs no constraints, or if no batch can be told from a state.
 
   Args:
     dynamic: the arguments `(args, kwargs)`, with their shardings.
@@ -64,32 +71,41 @@ def batch_leaves(
     jaxpr: the program, as traced.
     mesh, rules: those of the layout.
   """
-  if AxisType.Explicit in mesh.axis_types or has_constraints(jaxpr):
+  if AxisType.Explicit in mesh.axis_types:
     return None
   arguments = list(_arguments(dynamic, mesh))
-  if not any(_axes_of(leaf) for argument in arguments for leaf in argument):
+  placed = [leaf for argument in arguments for leaf in argument if leaf.sharding is not None]
+  is_all_placed = all(leaf.sharding is not None for each in arguments for leaf in each if leaf.shape)
+  has_sharded, is_decided = any(map(_axes_of, placed)), has_constraints(jaxpr)
+  if not placed or (is_all_placed and (is_decided or not has_sharded)):
     return None
   out, default = returned(), _axes_of_batches(mesh, rules)
   found = [
     (axes, argument)
     for argument in arguments
-    if (axes := _batch_axes(argument, default)) and not any(leaf.position in out for leaf in argument)
+    if (axes := _batch_axes(argument, default))
+    and shards(mesh, axes) > 1
+    and argument[0].shape[0] % shards(mesh, axes) == 0
+    and not any(leaf.position in out for leaf in argument)
   ]
   chosen = {(axes, argument[0].shape[0]) for axes, argument in _placed_first(found)}
-  if len(chosen) != 1 or any(TreeNames(dynamic).statics):
+  if len(chosen) != 1:
     return None
   [(axes, size)] = chosen
-  if shards(mesh, axes) == 1 or size % shards(mesh, axes):
-    return None
   batch = {
-    leaf.position
+    leaf.position: leaf
     for each, argument in found
     for leaf in argument
     if each == axes and leaf.shape and leaf.shape[0] == size
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
-  at_stake = any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
-  return BatchLeaves(tuple(sorted(batch)), axes) if at_stake else None
+  is_throughout = any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
+  if is_throughout:
+    is_decided = is_decided or any(TreeNames(dynamic).statics)
+  else:
+    is_placed = any(leaf.sharding is not None for leaf in batch.values())
+    is_decided = is_placed or is_constrained_over(jaxpr, axes)
+  return None if is_decided else BatchLeaves(tuple(sorted(batch)), axes, is_throughout)
 
 
 def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:
@@ -100,11 +116,16 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
     leaves = jax.tree.leaves(argument)
     shapes = (tuple(getattr(leaf, 'shape', ())) for leaf in leaves)
     each = [
-      _ArgumentArray(position + offset, shape, placed_sharding(leaf, mesh))
+      _ArgumentArray(position + offset, shape, placed_sharding(leaf, mesh), _is_raw_key(leaf, shape))
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
     yield sorted(each, key=lambda leaf: not leaf.shape)
+
+
+def _is_raw_key(leaf: Any, shape: tuple[int, ...]) -> bool:
+  """Whether an array has the type of a key of `jax.random.PRNGKey`."""
+  return shape in ((2,), (4,)) and getattr(leaf, 'dtype', None) == np.uint32
 
 
 def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -113,6 +134,7 @@ def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) ->
   placed = {_axes_of(leaf) if _is_by_rows(leaf) else () for leaf in arrays if leaf.sharding is not None}
   axes = next(iter(placed)) if placed else default
   alike = len(placed) <= 1 and len({leaf.shape[0] for leaf in arrays}) == 1
+  alike = alike and not all(leaf.is_key for leaf in arrays)
   return axes if alike else ()
 
 

@@ -6,11 +6,14 @@ a result's shape, anywhere in the function, is likely to reach it: the compiler 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from flax_spmd._src import compat
+from flax_spmd._src.rules.decisions import axis_names
 
 _PASSED_THROUGH = ('convert_element_type', 'copy', 'copy_p')
 
@@ -49,6 +52,17 @@ def result_memories(jaxpr: Any) -> list[str]:
 def has_constraints(jaxpr: Any) -> bool:
   """Whether anything in a program names mesh axes: a constraint that is not open in every dimension, or a `shard_map`."""
   return any(map(_names_axes, compat.equations_in(jaxpr)))
+
+
+def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
+  """Whether a constraint in a program shards a dimension over some mesh axes, or anything in it but constraints names axes."""
+  for equation in filter(_names_axes, compat.equations_in(jaxpr)):
+    sharding = equation.params.get('sharding')
+    if equation.primitive.name != 'sharding_constraint' or not isinstance(sharding, NamedSharding):
+      return True
+    if any(axis in axes for entry in sharding.spec for axis in axis_names(entry)):
+      return True
+  return False
 
 
 def _names_axes(equation: Any) -> bool:

@@ -183,8 +183,9 @@ class TracedFunction:
 
     rewritten = of_leaves if batch is None else with_batch_constraints(of_leaves, batch, self._mesh)
     result = (with_late_fetches(rewritten) if fetches else rewritten)(leaves)
-    with contextlib.suppress(Exception):
-      jax.eval_shape(lambda leaves: self._under_layout(*filled(leaves)), leaves)
+    if fetches or (batch is not None and batch.is_throughout):
+      with contextlib.suppress(Exception):
+        jax.eval_shape(lambda leaves: self._under_layout(*filled(leaves)), leaves)
     return result
 
 
