@@ -12,8 +12,9 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
 * the step does not return that argument;
 * another argument, the state, is on the mesh.
 
-If that state is sharded over some of the batch's axes (FSDP), no array has names, and nothing is constrained, the batch has
-to stay sharded throughout the step. If the state is not, one that is on no mesh yet is sharded as the step begins: every device would compute all of it.
+If that state is sharded over some of the batch's axes (FSDP) and nothing is constrained, the batch has to stay sharded
+throughout the step; see `is_decided_by_author`. If the state is not, a batch that is on no mesh yet is sharded as the step
+begins: every device would compute all of it.
 """
 
 from __future__ import annotations
