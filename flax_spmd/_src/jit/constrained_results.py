@@ -74,6 +74,7 @@ def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
 
 
 def names_axes(equation: Any) -> bool:
+  """Whether an operation is a constraint that is not open in every dimension, or a `shard_map`."""
   name = equation.primitive.name
   if name != 'sharding_constraint':
     return name in ('reshard', 'shard_map')
