@@ -439,8 +439,8 @@ class Layout:
         is sharded over dimension 0, or that is on no mesh yet, such as an array of NumPy, and is not returned. One on no
         mesh is sharded by the rule for `batch`, if there is one. Where the state is sharded over the axes of the batch (FSDP)
         and no activation is constrained, the batch stays sharded throughout: the step is then traced three times, the
-        second time with twice the batch. Left as they are: models of NNX, and, if parameters have names, experts and
-        steps that do not return all parameters.
+        second time with twice the batch. Left as they are, if parameters have names: experts, and steps that do not
+        return all parameters.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 
@@ -1062,14 +1062,17 @@ class Layout:
       for sharding, unplaced in zip(shardings, is_in_rest, strict=True)
     ]
 
-  def _batch_of(self, dynamic: Any, result: Any, jaxpr: Any) -> BatchLeaves | None:
-    """The batch of a call of a step without names; see `batch_leaves`."""
+  def _batch_of(
+    self, dynamic: Any, result: Any, jaxpr: Any, updated: Callable[[], set[int]] | None = None
+  ) -> BatchLeaves | None:
+    """The batch of a call of a step; see `batch_leaves`. With NNX modules that have names, `updated` is given."""
 
     def returned() -> set[int]:
       found = same_forms(result, dynamic, self._mesh)
-      return {position for each in found for position in each}
+      return {position for each in found for position in each}.union(updated() if updated else ())
 
-    return batch_leaves(dynamic, returned, jaxpr, self._mesh, self._rules)
+    is_named = None if updated is None else True
+    return batch_leaves(dynamic, returned, jaxpr, self._mesh, self._rules, is_named)
 
   def _stored_specs(self, dynamic: Any) -> tuple[tuple[Any, Any], ...]:
     """The specs that a step opens boxes with; see `Planner.stored_specs`. Each argument is a state of its own."""

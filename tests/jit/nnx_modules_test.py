@@ -199,6 +199,46 @@ def test_the_batch_of_a_step_without_names_is_constrained(names, constrained):
   np.testing.assert_array_equal(model.kernel[...], 2 * before)
 
 
+class Chain(nnx.Module):
+  def __init__(self, rngs):
+    names = [('embed', 'mlp'), ('mlp', 'embed')] * 2
+    sizes = {'embed': 32, 'mlp': 64}
+    self.layers = nnx.List(
+      [nnx.Linear(*map(sizes.get, each), rngs=rngs, kernel_init=named(*each)) for each in names]
+    )
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = jnp.tanh(layer(x))
+    return x
+
+
+@pytest.mark.parametrize('momentum', [None, 0.9])
+def test_parameters_with_names_move_and_activations_do_not(momentum):
+  fsdp = spmd.Layout({'data': 8}, (('batch', 'data'), ('embed', 'data')))
+
+  def create():
+    model = Chain(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum), wrt=nnx.Param)
+
+  def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+  x = np.random.default_rng(0).normal(size=(4096, 32)).astype(np.float32)
+  model, optimizer = fsdp.init(create)
+  replicated = spmd.Layout({'data': 8})
+  expected = replicated.jit(step)(*replicated.init(create), x)
+  held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+  moved = fsdp.jit(step).explain(model, optimizer, x).collectives
+  assert 0 < sum(each.collective.wire for each in moved) < 5 * held < x.nbytes
+  apply = lambda model, x: model(x)
+  texts = [fsdp.jit(apply, constrain_batch=each).lower(model, x).as_text() for each in (True, False)]
+  assert texts[0] == texts[1]  # weights may stay where they are for inference
+  np.testing.assert_allclose(fsdp.jit(step)(model, optimizer, x), expected, rtol=1e-5)
+
+
 def test_methods_and_shared_modules_in_several_arguments(layout):
   class Counter(nnx.Module):
     def __init__(self):

@@ -68,6 +68,7 @@ def batch_leaves(
   jaxpr: Any,
   mesh: MeshLike,
   rules: Rules,
+  is_named: bool | None = None,
 ) -> BatchLeaves | None:
   """The batch of a call; None if the step needs no constraints, or if no batch can be told from a state.
 
@@ -76,13 +77,15 @@ def batch_leaves(
     returned: function that returns the positions of the leaves of `(args, kwargs)` that the result contains.
     jaxpr: the program, as traced.
     mesh, rules: those of the layout.
+    is_named: whether arrays of the arguments have names. None: as found in them.
   """
   if AxisType.Explicit in mesh.axis_types:
     return None
   arguments = list(_arguments(dynamic, mesh))
   placed = [leaf for argument in arguments for leaf in argument if leaf.sharding is not None]
   is_all_placed = all(leaf.sharding is not None for each in arguments for leaf in each if leaf.shape)
-  is_named, has_sharded = any(TreeNames(dynamic).statics), any(map(_axes_of, placed))
+  is_named = any(TreeNames(dynamic).statics) if is_named is None else is_named
+  has_sharded = any(map(_axes_of, placed))
   is_settled = not has_sharded or (not is_named and has_constraints(jaxpr))
   if not placed or (is_all_placed and is_settled):
     return None

@@ -244,12 +244,13 @@ class ModulePlans:
     return lambda dynamic: function(_viewed(dynamic))
 
   @staticmethod
-  def batch(find: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """A search for the batch of a step without names, for arguments with split modules, whose names it can't see."""
+  def batch(find: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+    """A search for the batch of a step, for arguments with split modules, whose names and updates it can't see."""
 
-    def found(dynamic: Any, updated: Any, jaxpr: Any) -> Any:
-      named = any(TreeNames(_viewed(dynamic)).statics)
-      return None if named else find(dynamic, updated, jaxpr)
+    def found(dynamic: Any, updated: Updated, jaxpr: Any) -> Any:
+      if not any(TreeNames(_viewed(dynamic)).statics):
+        return find(dynamic, updated, jaxpr)
+      return find(dynamic, updated, jaxpr, lambda: _updated_leaves(updated, dynamic))
 
     return found
 
@@ -342,6 +343,16 @@ def _tree_order(dynamic: Any) -> list[int]:
   """The number of each leaf of merged arguments, among the leaves of the split ones."""
   args, kwargs = _viewed(_numbered(dynamic))
   return _leaves([*args, *(kwargs[name] for name in sorted(kwargs))])
+
+
+def _updated_leaves(updated: Updated, dynamic: Any) -> set[int]:
+  """The leaves of split arguments that a function updates: those of variables, or all of its modules."""
+  if updated.modules:
+    return {*jax.tree.leaves(_splits(_numbered(dynamic)))}
+  nodes = compat.nnx_index_map({})
+  merged(_numbered(dynamic), nodes)
+  variables = _variables(nodes)
+  return {leaf for number in updated.numbers for leaf in _leaves(variables[number].get_raw_value())}
 
 
 def _numbered(tree: Any) -> Any:
