@@ -113,7 +113,7 @@ def batch_leaves(
   is_throughout = bool(over_axes)
   if is_throughout:
     shapes = [leaf.shape for leaf in state]
-    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out.issuperset(over_axes))
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out >= {*over_axes})
   else:
     is_placed = any(leaf.sharding is not None for leaf in batch.values())
     is_decided = is_placed or is_constrained_over(jaxpr, axes)
