@@ -210,6 +210,20 @@ class WithNames(nn.Module):
     return nn.Dense(8, kernel_init=init)(x)
 
 
+@pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])
+def test_a_reshard_on_auto_axes_decides_nothing(rules):
+  """`jnp.histogram` leaves one, without effect. It hid the batch."""
+  create, step = MODELS['unrolled']
+  layout = spmd.Layout({'data': 8}, rules)
+
+  def monitored(state, batch):
+    return step(state, batch), jax.tree.map(lambda w: jnp.histogram(w, 4)[0], state[0])
+
+  args = layout.init(create), (X, Y)
+  assert 'reshard' in str(layout.jit(monitored).trace(*args).jaxpr)
+  assert constraints(layout.jit(monitored), *args) == constraints(layout.jit(step), *args) > 0
+
+
 KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PRNGKey(0),)}
 
 
@@ -224,17 +238,18 @@ KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PR
   ],
 )
 def test_a_batch_of_the_host_is_sharded_where_the_state_is_not(mesh, table, model, keys):
-  """Without this, every device computes all of it."""
+  """Without this, every device computes all of it. One trace each is enough."""
   layout = spmd.Layout(mesh, (('batch', 'data'), *table))
   state = layout.init(model.init, jax.random.key(0), X)
 
   def step(params, batch, *keys):
+    traces.append(batch)
     scale = 1 + 0 * jax.random.uniform(*keys) if keys else 1.0
     loss = lambda params: loss_of(scale * model.apply(params, batch['x']), batch['y'])
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
-  found = []
+  found, traces = [], []
   for batch in ({'x': X, 'y': Y}, layout.shard({'x': X, 'y': Y}, ('batch',))):
     jitted = layout.jit(step)
     compiled = jitted.lower(state, batch, *KEYS[keys]).compile()
@@ -243,6 +258,7 @@ def test_a_batch_of_the_host_is_sharded_where_the_state_is_not(mesh, table, mode
   (host, flops, loss), (_, expected, placed) = found
   assert [spec[0] for spec in host] == ['data', 'data'] and flops == pytest.approx(expected, rel=0.02)
   np.testing.assert_allclose(loss, placed, rtol=1e-6)
+  assert len(traces) == 2
 
 
 def test_a_step_that_has_the_size_of_its_batch_as_a_constant():

@@ -67,8 +67,10 @@ def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
 
 def _names_axes(equation: Any) -> bool:
   name = equation.primitive.name
+  if name == 'reshard':  # on Auto axes alone, where functions of jax.numpy leave some under vmap, it is no operation
+    return not equation.params['dst_sharding'].mesh.are_all_axes_auto
   if name != 'sharding_constraint':
-    return name in ('reshard', 'shard_map')
+    return name == 'shard_map'
   return len(equation.params['unconstrained_dims']) < len(equation.outvars[0].aval.shape)
 
 
