@@ -261,6 +261,34 @@ def test_a_batch_of_the_host_is_sharded_where_the_state_is_not(mesh, table, mode
   assert len(traces) == 2
 
 
+RAW_KEY = jax.random.PRNGKey(0)
+
+
+@pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])
+@pytest.mark.parametrize(
+  ('batch', 'others'),
+  [
+    ({'x': X, 'key': RAW_KEY}, ()),
+    ({'x': X}, (np.ones((8, 4)),)),
+    ({'x': X}, (jax.random.split(RAW_KEY, 8), {'x': X[:8]})),
+  ],
+)
+def test_other_arrays_do_not_hide_a_batch_of_the_host(batch, others, rules):
+  """A random key in the batch, and arguments that could be batches, too."""
+  layout = spmd.Layout({'data': 8}, rules)
+  w = layout.init(lambda: jnp.ones((32, 64)))
+
+  def step(w, batch, *others):
+    given = sum(jnp.sum(each) for each in jax.tree.leaves((batch.get('key'), others)))
+    return jax.grad(lambda w: jnp.sum((batch['x'] @ w) ** 2))(w), given
+
+  lowered = layout.jit(step).lower(w, batch, *others)
+  assert lowered.compile().input_shardings[0][1]['x'].spec[0] == 'data'
+  results = zip(layout.jit(step)(w, batch, *others), jax.jit(step)(np.ones((32, 64)), batch, *others))
+  for one, other in results:
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_a_step_that_has_the_size_of_its_batch_as_a_constant():
   """Dimensions of that size are the batch, unless a parameter has one too."""
   create, step = MODELS['unrolled']

@@ -71,7 +71,9 @@ def with_batch_constraints(
       with contextlib.suppress(_Unlike):
         program = _Writer(batch, mesh, size).rewritten(program, program if larger is None else larger)
     else:  # a call of the function would trace it again: to JAX, a constrained array is of another type
-      leaves = [_sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)]
+      leaves = [
+        _sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)
+      ]
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
   return constrained

@@ -7,13 +7,14 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
 
 * nothing in the step is constrained over the axes of the batch;
 * the arrays of one argument have dimension 0 in common, sharded over the same mesh axes and nothing else. Arrays
-  that are on no mesh yet count too, with the axes of the rule for `batch`, except raw random keys;
+  that are on no mesh yet count too, with the axes of the rule for `batch`. Raw random keys beside them do not count;
 * the axes split it into several parts, all of one size;
 * the step does not return that argument;
 * another argument, the state, is on the mesh.
 
 If that state is sharded over some of the batch's axes (FSDP), no array has names, and nothing is constrained, the batch has
-to stay sharded throughout the step. If the state is not, one that is on no mesh yet is sharded as the step begins: every device would compute all of it.
+to stay sharded throughout the step. If the state is not, or several such arguments differ in size, those that are on no
+mesh yet are sharded as the step begins: every device would compute all of them.
 """
 
 from __future__ import annotations
@@ -88,18 +89,19 @@ def batch_leaves(
     and argument[0].shape[0] % shards(mesh, axes) == 0
     and not any(leaf.position in out for leaf in argument)
   ]
-  chosen = {(axes, argument[0].shape[0]) for axes, argument in _placed_first(found)}
-  if len(chosen) != 1:
+  chosen = _placed_first(found)
+  sizes = {argument[0].shape[0] for _, argument in chosen}
+  if len({axes for axes, _ in chosen}) != 1:
     return None
-  [(axes, size)] = chosen
+  axes = chosen[0][0]
   batch = {
     leaf.position: leaf
     for each, argument in found
     for leaf in argument
-    if each == axes and leaf.shape and leaf.shape[0] == size
+    if each == axes and leaf.shape and leaf.shape[0] in sizes
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
-  is_throughout = any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
+  is_throughout = len(sizes) == 1 and any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
   if is_throughout:
     is_decided = is_decided or any(TreeNames(dynamic).statics)
   else:
@@ -109,7 +111,7 @@ def batch_leaves(
 
 
 def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:
-  """The arrays of each argument, in the order of the leaves of `(args, kwargs)`; those with a dimension first."""
+  """The arrays of each argument, in the order of the leaves of `(args, kwargs)`; those that may be of a batch first."""
   args, kwargs = dynamic
   position = 0
   for argument in [*args, *(kwargs[name] for name in sorted(kwargs))]:
@@ -120,7 +122,7 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
-    yield sorted(each, key=lambda leaf: not leaf.shape)
+    yield sorted(each, key=lambda leaf: not leaf.shape or leaf.is_key)
 
 
 def _is_raw_key(leaf: Any, shape: tuple[int, ...]) -> bool:
@@ -130,11 +132,10 @@ def _is_raw_key(leaf: Any, shape: tuple[int, ...]) -> bool:
 
 def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
   """The mesh axes of an argument's dimension 0, if all of its arrays may be a batch; else ()."""
-  arrays = [leaf for leaf in argument if leaf.shape]
+  arrays = [leaf for leaf in argument if leaf.shape and not leaf.is_key]
   placed = {_axes_of(leaf) if _is_by_rows(leaf) else () for leaf in arrays if leaf.sharding is not None}
   axes = next(iter(placed)) if placed else default
   alike = len(placed) <= 1 and len({leaf.shape[0] for leaf in arrays}) == 1
-  alike = alike and not all(leaf.is_key for leaf in arrays)
   return axes if alike else ()
 
 

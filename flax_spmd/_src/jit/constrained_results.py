@@ -67,7 +67,7 @@ def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
 
 def _names_axes(equation: Any) -> bool:
   name = equation.primitive.name
-  if name == 'reshard':  # on Auto axes alone, where functions of jax.numpy leave some under vmap, it is no operation
+  if name == 'reshard':  # functions of jax.numpy leave some on Auto axes, where it has no effect
     return not equation.params['dst_sharding'].mesh.are_all_axes_auto
   if name != 'sharding_constraint':
     return name == 'shard_map'
