@@ -194,7 +194,7 @@ def test_what_an_author_has_decided_stays():
     (plain, step, (plain.init(create), *batch)),
     (plain, step, (plain.init(create), *arguments('unrolled', plain))),
     (plain, named(step), (plain.init(create), (X, Y))),
-    (plain, same, (plain.init(create), (X, Y))),
+    (plain, same, (plain.init(create), *arguments('unrolled', plain))),
     (LAYOUT, same, (state, *batch)),
   ):
     one, other = program(layout, each, *args)
@@ -287,6 +287,22 @@ def test_other_arrays_do_not_hide_a_batch_of_the_host(batch, others, rules):
   results = zip(layout.jit(step)(w, batch, *others), jax.jit(step)(np.ones((32, 64)), batch, *others))
   for one, other in results:
     np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])
+@pytest.mark.parametrize('batch', [(X,), (X, Y), (X, Y, np.ones((8, 8)))])
+def test_a_step_that_returns_arrays_like_its_batch(batch, rules):
+  """A reconstruction, say. Other arrays that it returns, such as counts, are a state."""
+  layout = spmd.Layout({'data': 8}, rules)
+  w = layout.init(lambda: jnp.ones((32, 64)))
+
+  def step(w, x, labels=1.0, counts=0.0):
+    grads = jax.grad(lambda w: jnp.sum((x @ w) ** 2) * jnp.mean(labels))(w)
+    return grads, (x @ w) @ w.T, counts + 1
+
+  _, *shardings = layout.jit(step).lower(w, *batch).compile().input_shardings[0]
+  split = [bool(each.spec and each.spec[0]) for each in shardings]
+  assert split[0] and not any(split[2:])
 
 
 def test_a_step_that_has_the_size_of_its_batch_as_a_constant():

@@ -9,11 +9,12 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
 * the arrays of one argument have dimension 0 in common, sharded over the same mesh axes and nothing else. Arrays
   that are on no mesh yet count too, with the axes of the rule for `batch`. Raw random keys beside them do not count;
 * the axes split it into several parts, all of one size;
-* the step does not return that argument;
+* the step returns no array like one of that argument, as it does of a state, unless it is as long as another argument for
+  which this holds, or there is none;
 * another argument, the state, is on the mesh.
 
 If that state is sharded over some of the batch's axes (FSDP), no array has names, and nothing is constrained, the batch has
-to stay sharded throughout the step. If the state is not, or several such arguments differ in size, those that are on no
+to stay sharded throughout the step. If the state is not, or such arguments differ in size or may be a state, those that are on no
 mesh yet are sharded as the step begins: every device would compute all of them.
 """
 
@@ -57,6 +58,11 @@ class _ArgumentArray(NamedTuple):
   is_key: bool
 
 
+_Found = tuple[
+  tuple[str, ...], Sequence[_ArgumentArray]
+]  # an argument, with the axes of its dimension 0
+
+
 def batch_leaves(
   dynamic: tuple[tuple, dict[str, Any]],
   returned: Callable[[], Collection[int]],
@@ -81,17 +87,18 @@ def batch_leaves(
   if not placed or (is_all_placed and (is_decided or not has_sharded)):
     return None
   out, default = returned(), _axes_of_batches(mesh, rules)
-  found = [
+  possible = [
     (axes, argument)
     for argument in arguments
     if (axes := _batch_axes(argument, default))
     and shards(mesh, axes) > 1
     and argument[0].shape[0] % shards(mesh, axes) == 0
-    and not any(leaf.position in out for leaf in argument)
   ]
-  chosen = _placed_first(found)
+  unlike = [one for one in possible if not any(leaf.position in out for leaf in one[1])]
+  found = [one for one in possible if one in unlike or not _is_placed(one[1])]
+  chosen = _placed_first(unlike or found)
   sizes = {argument[0].shape[0] for _, argument in chosen}
-  if len({axes for axes, _ in chosen}) != 1:
+  if len({axes for axes, _ in chosen}) != 1 or (len(sizes) > 1 and not unlike):
     return None
   axes = chosen[0][0]
   batch = {
@@ -101,12 +108,12 @@ def batch_leaves(
     if each == axes and leaf.shape and leaf.shape[0] in sizes
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
-  is_throughout = len(sizes) == 1 and any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
+  is_sharded = any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
+  is_throughout = is_sharded and bool(unlike) and len(sizes) == 1
   if is_throughout:
     is_decided = is_decided or any(TreeNames(dynamic).statics)
   else:
-    is_placed = any(leaf.sharding is not None for leaf in batch.values())
-    is_decided = is_placed or is_constrained_over(jaxpr, axes)
+    is_decided = _is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
   return None if is_decided else BatchLeaves(tuple(sorted(batch)), axes, is_throughout)
 
 
@@ -139,10 +146,13 @@ def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) ->
   return axes if alike else ()
 
 
-def _placed_first(found: Sequence[tuple[tuple[str, ...], Sequence[_ArgumentArray]]]) -> Sequence[Any]:
+def _placed_first(found: Sequence[_Found]) -> Sequence[_Found]:
   """The arguments that are on the mesh, if there are any: they are certain."""
-  placed = [one for one in found if any(leaf.sharding is not None for leaf in one[1])]
-  return placed or found
+  return [one for one in found if _is_placed(one[1])] or found
+
+
+def _is_placed(argument: Sequence[_ArgumentArray]) -> bool:
+  return any(leaf.sharding is not None for leaf in argument)
 
 
 def _axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
