@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, shards
+from flax_spmd._src.jit.constrained_results import names_axes
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
@@ -63,7 +64,7 @@ def with_batch_constraints(
     larger = size = None
     if batch.is_throughout:
       larger = _larger(fn, batch, leaves)
-      size = _own_size(batch, leaves) if larger is None else None
+      size = _own_size(batch, leaves) if larger is None and not batch.is_named else None
       if larger is None and size is None:
         return fn(leaves)
     program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
@@ -89,8 +90,9 @@ def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence
   """The program of a function for twice the batch; None if there is none."""
   doubled: list[Any] = list(leaves)
   for position in batch.leaves:
-    size, *rest = leaves[position].shape
-    doubled[position] = jax.ShapeDtypeStruct((2 * size, *rest), leaves[position].dtype)
+    shape = list(leaves[position].shape)
+    shape[batch.dimension] *= 2
+    doubled[position] = jax.ShapeDtypeStruct(shape, leaves[position].dtype)
   try:
     return jax.make_jaxpr(fn)(doubled)
   except (
@@ -101,9 +103,23 @@ def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence
 
 def _own_size(batch: BatchLeaves, leaves: Sequence[Any]) -> int | None:
   """The size of the batch; None if another argument has a dimension of that size."""
-  size = leaves[batch.leaves[0]].shape[0]
+  size = leaves[batch.leaves[0]].shape[batch.dimension]
   others = (leaf for position, leaf in enumerate(leaves) if position not in batch.leaves)
   return None if any(size in leaf.shape for leaf in others) else size
+
+
+def _is_decided(one: Any, larger: Any) -> bool:
+  """Whether a model with names decides about its batch: it constrains values of it, or has weights for parts of it.
+
+  Such parts are those of experts, over which tokens and not weights may have to move.
+  """
+  if one.primitive.name.startswith('ragged_dot'):
+    return True
+  grows = [a.aval.shape != b.aval.shape for a, b in zip(one.invars, larger.invars, strict=True)]
+  if one.primitive.name == 'dot_general':
+    _, (groups, _) = one.params['dimension_numbers']
+    return bool(groups) and any(grows) and not all(grows)
+  return any(grows) and names_axes(one)
 
 
 class _Writer:
@@ -117,6 +133,7 @@ class _Writer:
 
   def __init__(self, batch: BatchLeaves, mesh: MeshLike, size: int | None = None):
     self._axes, self._mesh, self._size = batch.axes, mesh, size
+    self._is_named = batch.is_named
     self._shards = shards(mesh, batch.axes)
     self._written: dict[tuple[int, int], Any] = {}
     self._constraint = functools.cache(self._new_constraint)
@@ -151,7 +168,7 @@ class _Writer:
   def _equations(self, one: Any, larger: Any) -> Iterator[Any]:
     """An equation, and the constraints of its results."""
     name = one.primitive.name
-    if name != larger.primitive.name:
+    if name != larger.primitive.name or (self._is_named and _is_decided(one, larger)):
       raise _Unlike
     if name in _CALLS:
       params = {key: self._param(value, larger.params[key]) for key, value in one.params.items()}

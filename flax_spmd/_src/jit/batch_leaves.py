@@ -21,7 +21,8 @@ mesh yet are sharded as the step begins: every device would compute all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
@@ -40,13 +41,17 @@ class BatchLeaves(NamedTuple):
 
   Attributes:
     leaves: their positions among the leaves of `(args, kwargs)`.
-    axes: the mesh axes of their dimension 0.
+    axes: the mesh axes of the examples.
     is_throughout: whether values that are computed from them have to be constrained, too.
+    dimension: the dimension of the examples.
+    is_named: whether arrays of the state have names.
   """
 
   leaves: tuple[int, ...]
   axes: tuple[str, ...]
   is_throughout: bool = True
+  dimension: int = 0
+  is_named: bool = False
 
 
 class _ArgumentArray(NamedTuple):
@@ -58,14 +63,12 @@ class _ArgumentArray(NamedTuple):
   is_key: bool
 
 
-_Found = tuple[
-  tuple[str, ...], Sequence[_ArgumentArray]
-]  # an argument, with the axes of its dimension 0
+_Found = tuple[tuple[str, ...], Sequence[_ArgumentArray]]  # axes of dimension 0, and the argument
 
 
 def batch_leaves(
   dynamic: tuple[tuple, dict[str, Any]],
-  returned: Callable[[], Collection[int]],
+  returned: Callable[[], Set[int]],
   jaxpr: Any,
   mesh: MeshLike,
   rules: Rules,
@@ -83,10 +86,11 @@ def batch_leaves(
   arguments = list(_arguments(dynamic, mesh))
   placed = [leaf for argument in arguments for leaf in argument if leaf.sharding is not None]
   is_all_placed = all(leaf.sharding is not None for each in arguments for leaf in each if leaf.shape)
-  has_sharded, is_decided = any(map(_axes_of, placed)), has_constraints(jaxpr)
-  if not placed or (is_all_placed and (is_decided or not has_sharded)):
+  is_named, has_sharded = any(TreeNames(dynamic).statics), any(map(_axes_of, placed))
+  is_settled = not has_sharded or (not is_named and has_constraints(jaxpr))
+  if not placed or (is_all_placed and is_settled):
     return None
-  out, default = returned(), _axes_of_batches(mesh, rules)
+  out, default = returned(), axes_of_batches(mesh, rules)
   possible = [
     (axes, argument)
     for argument in arguments
@@ -108,13 +112,39 @@ def batch_leaves(
     if each == axes and leaf.shape and leaf.shape[0] in sizes
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
-  is_sharded = any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
-  is_throughout = is_sharded and bool(unlike) and len(sizes) == 1
+  over_axes = [leaf.position for leaf in state if set(_axes_of(leaf)).intersection(axes)]
+  is_throughout = bool(over_axes and unlike) and len(sizes) == 1
   if is_throughout:
-    is_decided = is_decided or any(TreeNames(dynamic).statics)
+    shapes = [leaf.shape for leaf in state]
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out.issuperset(over_axes))
   else:
     is_decided = _is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
-  return None if is_decided else BatchLeaves(tuple(sorted(batch)), axes, is_throughout)
+  if is_decided:
+    return None
+  return BatchLeaves(tuple(sorted(batch)), axes, is_throughout, is_named=is_named)
+
+
+def is_decided_by_author(
+  jaxpr: Any, is_named: bool, shapes: Iterable[tuple[int, ...]], is_updated: bool
+) -> bool:
+  """Whether the author of a step has decided about activations, where its state is sharded over the batch's axes.
+
+  With names, that is by a constraint of anything but arrays of the state, which boxes constrain as they are opened, or by
+  a step that does not train: one for inference may well leave weights where they are.
+
+  Args:
+    jaxpr: the program.
+    is_named: whether arrays of the state have names.
+    shapes: the shapes of the state.
+    is_updated: whether the step returns all arrays that are sharded over the batch's axes.
+  """
+  if not is_named:
+    return has_constraints(jaxpr)
+  # a loop over layers opens boxes of slices, which lack one dimension; `remat_scan` those that lack more
+  slices = {
+    part for shape in shapes for count in range(len(shape) + 1) for part in combinations(shape, count)
+  }
+  return not is_updated or has_constraints(jaxpr, slices)
 
 
 def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:
@@ -125,16 +155,21 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
     leaves = jax.tree.leaves(argument)
     shapes = (tuple(getattr(leaf, 'shape', ())) for leaf in leaves)
     each = [
-      _ArgumentArray(position + offset, shape, placed_sharding(leaf, mesh), _is_raw_key(leaf, shape))
+      _ArgumentArray(
+        position + offset,
+        shape,
+        placed_sharding(leaf, mesh),
+        is_raw_key(shape, getattr(leaf, 'dtype', None)),
+      )
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
     yield sorted(each, key=lambda leaf: not leaf.shape or leaf.is_key)
 
 
-def _is_raw_key(leaf: Any, shape: tuple[int, ...]) -> bool:
+def is_raw_key(shape: tuple[int, ...], dtype: Any) -> bool:
   """Whether an array has the type of a key of `jax.random.PRNGKey`."""
-  return shape in ((2,), (4,)) and getattr(leaf, 'dtype', None) == np.uint32
+  return shape in ((2,), (4,)) and dtype == np.uint32
 
 
 def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -155,8 +190,8 @@ def _is_placed(argument: Sequence[_ArgumentArray]) -> bool:
   return any(leaf.sharding is not None for leaf in argument)
 
 
-def _axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
-  """The mesh axes of the rule for `batch`; () without one."""
+def axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
+  """The axes of a mesh in the rule for `batch`; () without one."""
   spec = rules.spec(('batch',)) if 'batch' in rules.by_name else None
   sizes = axis_sizes(mesh)
   return tuple(axis for entry in spec or () for axis in axis_names(entry) if axis in sizes)

@@ -27,7 +27,9 @@ from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
-from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
+from flax_spmd._src.jit.batch_constraints import with_batch_constraints
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves, is_decided_by_author
+from flax_spmd._src.jit.constrained_results import has_constraints, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
@@ -37,6 +39,7 @@ from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint, named
 from flax_spmd._src.names.nnx_variables import check_functional
+from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.pipeline import carried_order, garbage_collection
 from flax_spmd._src.pipeline.argument_checks import (
   check_arrays,
@@ -51,6 +54,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
+from flax_spmd._src.pipeline.cut.batch_rows import sources_of_rows
 from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
@@ -70,6 +74,7 @@ from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
+from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
@@ -185,7 +190,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     setting = self._setting
     abstract = setting.ranks[0].abstract_mesh
 
-    def function(*leaves):
+    def function(leaves):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
@@ -193,10 +198,14 @@ class Pipelined(UnderLayout, Generic[P, Result]):
         return self._fn(*args, **kwargs)
 
     with compat.without_mesh():  # a block around the call may have set one of another size
-      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*request.avals)
+      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(request.avals)
+      known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
+      batch = self._unconstrained_batch(jaxpr, request, result)
+      if batch is not None:
+        rewritten = with_batch_constraints(function, batch, abstract)
+        jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
     warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
-    known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
     planned = [
@@ -205,6 +214,34 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     ]
     times = {'trace': time.perf_counter() - begin}
     return TracedPipelineStep(jaxpr, setting, request, result, planned, self._donations(request), times)
+
+  def _unconstrained_batch(self, jaxpr: Any, request: Request, result: Any) -> BatchLeaves | None:
+    """The arguments whose examples have to be constrained throughout the step; None if it needs no constraints."""
+    setting, mesh = self._setting, self._setting.ranks[0].abstract_mesh
+    dynamic = request.treedef.unflatten(request.avals)
+    is_named = any(TreeNames(dynamic).statics)
+    is_settled = not any(map(any, request.specs)) or (not is_named and has_constraints(jaxpr))
+    if not setting.constrain_batch or is_settled:
+      return None
+    try:
+      step = microbatch_loop.read_step(jaxpr, mesh, request.specs)
+    except PipelineError:  # `lower` raises it
+      return None
+    if step.loop.once:
+      return batch_leaves(self._known_arguments(request), set, jaxpr, setting.mesh, setting.rules)
+    rows, specs = step.loop.body.rows.values(), dict(zip(step.arguments, request.specs, strict=True))
+    found = sources_of_rows([*rows], step.loop.count, step.batch, specs, mesh, setting.batch_axes)
+    if found is None:
+      return None
+    state = [number for number in range(len(request.specs)) if number not in found.leaves]
+    axes_of = {number: axis_names(tuple(request.specs[number])) for number in state}
+    over_axes = {number for number in state if not set(found.axes).isdisjoint(axes_of[number])}
+    shapes, is_updated = (
+      [request.avals[n].shape for n in state],
+      over_axes.issubset(successors(result, dynamic)),
+    )
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, is_updated)
+    return None if is_decided or not over_axes else found._replace(is_named=is_named)
 
   def _known_arguments(self, request: Request) -> Any:
     """The dynamic arguments with their shardings on the whole mesh; those of an argument on the host are unknown."""
@@ -267,7 +304,8 @@ class TracedPipelineStep:
     """
     begin = time.perf_counter()
     mesh = self._setting.ranks[0].abstract_mesh
-    step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs)
+    axes = self._setting.batch_axes
+    step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
     stages = self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)
