@@ -116,7 +116,7 @@ def batch_leaves(
   is_throughout = bool(over_axes and unlike) and len(sizes) == 1
   if is_throughout:
     shapes = [leaf.shape for leaf in state]
-    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out.issuperset(over_axes))
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out >= set(over_axes))
   else:
     is_decided = _is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
   if is_decided:
