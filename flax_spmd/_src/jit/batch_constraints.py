@@ -10,6 +10,9 @@ The batch dimensions follow from another trace, with twice the batch: they have 
 needs a rule, and the model may be of any library. That trace fails where a step has the size of its batch from
 elsewhere, as a constant. Then the batch dimensions are those of that size, if no other argument has a dimension of
 it. Where neither holds, the step stays as it is. All other dimensions stay open. Constraints never change values.
+
+The trace also shows which constraints are those of activations: of values that grow with the batch. A step with one
+stays as it is.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
   which this holds, or there is none;
 * another argument, the state, is on the mesh.
 
-If that state is sharded over some of the batch's axes (FSDP), no array has names, and nothing is constrained, the batch has
-to stay sharded throughout the step. If the state is not, or such arguments differ in size or may be a state, those that are on no
-mesh yet are sharded as the step begins: every device would compute all of them.
+If that state is sharded over some of the batch's axes (FSDP) and nothing is constrained, the batch has to stay sharded
+throughout the step; see `is_decided_by_author`. If the state is not, or such arguments differ in size or may be a state,
+those that are on no mesh yet are sharded as the step begins: every device would compute all of them.
 """
 
 from __future__ import annotations
