@@ -970,7 +970,7 @@ def _product_with_weights(
 
 
 for _primitive in (dot_general_p, conv_general_dilated_p, gather_p):
-  _on_groups(_primitive, where=lambda dims: None in dims)(_product_with_weights)
+  _on_groups(_primitive, where=lambda dims: None in dims and {*dims} != {None})(_product_with_weights)
 
 
 @_on_groups(sharding_constraint_p)

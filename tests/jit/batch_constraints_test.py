@@ -194,7 +194,7 @@ def test_what_an_author_has_decided_stays():
     (plain, step, (plain.init(create), *batch)),
     (plain, step, (plain.init(create), *arguments('unrolled', plain))),
     (plain, named(step), (plain.init(create), (X, Y))),
-    (plain, same, (plain.init(create), (X, Y))),
+    (plain, same, (plain.init(create), *arguments('unrolled', plain))),
     (LAYOUT, same, (state, *batch)),
   ):
     one, other = program(layout, each, *args)
@@ -208,6 +208,20 @@ class WithNames(nn.Module):
   def __call__(self, x):
     init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
     return nn.Dense(8, kernel_init=init)(x)
+
+
+@pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])
+def test_a_reshard_on_auto_axes_decides_nothing(rules):
+  """`jnp.histogram` leaves one, without effect. It hid the batch."""
+  create, step = MODELS['unrolled']
+  layout = spmd.Layout({'data': 8}, rules)
+
+  def monitored(state, batch):
+    return step(state, batch), jax.tree.map(lambda w: jnp.histogram(w, 4)[0], state[0])
+
+  args = layout.init(create), (X, Y)
+  assert 'reshard' in str(layout.jit(monitored).trace(*args).jaxpr)
+  assert constraints(layout.jit(monitored), *args) == constraints(layout.jit(step), *args) > 0
 
 
 class Layer(nn.Module):
@@ -328,17 +342,18 @@ KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PR
   ],
 )
 def test_a_batch_of_the_host_is_sharded_where_the_state_is_not(mesh, table, model, keys):
-  """Without this, every device computes all of it."""
+  """Without this, every device computes all of it. One trace each is enough."""
   layout = spmd.Layout(mesh, (('batch', 'data'), *table))
   state = layout.init(model.init, jax.random.key(0), X)
 
   def step(params, batch, *keys):
+    traces.append(batch)
     scale = 1 + 0 * jax.random.uniform(*keys) if keys else 1.0
     loss = lambda params: loss_of(scale * model.apply(params, batch['x']), batch['y'])
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
-  found = []
+  found, traces = [], []
   for batch in ({'x': X, 'y': Y}, layout.shard({'x': X, 'y': Y}, ('batch',))):
     jitted = layout.jit(step)
     compiled = jitted.lower(state, batch, *KEYS[keys]).compile()
@@ -347,6 +362,51 @@ def test_a_batch_of_the_host_is_sharded_where_the_state_is_not(mesh, table, mode
   (host, flops, loss), (_, expected, placed) = found
   assert [spec[0] for spec in host] == ['data', 'data'] and flops == pytest.approx(expected, rel=0.02)
   np.testing.assert_allclose(loss, placed, rtol=1e-6)
+  assert len(traces) == 2
+
+
+RAW_KEY = jax.random.PRNGKey(0)
+
+
+@pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])
+@pytest.mark.parametrize(
+  ('batch', 'others'),
+  [
+    ({'x': X, 'key': RAW_KEY}, ()),
+    ({'x': X}, (np.ones((8, 4)),)),
+    ({'x': X}, (jax.random.split(RAW_KEY, 8), {'x': X[:8]})),
+  ],
+)
+def test_other_arrays_do_not_hide_a_batch_of_the_host(batch, others, rules):
+  """A random key in the batch, and arguments that could be batches, too."""
+  layout = spmd.Layout({'data': 8}, rules)
+  w = layout.init(lambda: jnp.ones((32, 64)))
+
+  def step(w, batch, *others):
+    given = sum(jnp.sum(each) for each in jax.tree.leaves((batch.get('key'), others)))
+    return jax.grad(lambda w: jnp.sum((batch['x'] @ w) ** 2))(w), given
+
+  lowered = layout.jit(step).lower(w, batch, *others)
+  assert lowered.compile().input_shardings[0][1]['x'].spec[0] == 'data'
+  results = zip(layout.jit(step)(w, batch, *others), jax.jit(step)(np.ones((32, 64)), batch, *others))
+  for one, other in results:
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])
+@pytest.mark.parametrize('batch', [(X,), (X, Y), (X, Y, np.ones((8, 8)))])
+def test_a_step_that_returns_arrays_like_its_batch(batch, rules):
+  """A reconstruction, say. Other arrays that it returns, such as counts, are a state."""
+  layout = spmd.Layout({'data': 8}, rules)
+  w = layout.init(lambda: jnp.ones((32, 64)))
+
+  def step(w, x, labels=1.0, counts=0.0):
+    grads = jax.grad(lambda w: jnp.sum((x @ w) ** 2) * jnp.mean(labels))(w)
+    return grads, (x @ w) @ w.T, counts + 1
+
+  _, *shardings = layout.jit(step).lower(w, *batch).compile().input_shardings[0]
+  split = [bool(each.spec and each.spec[0]) for each in shardings]
+  assert split[0] and not any(split[2:])
 
 
 def test_a_step_that_has_the_size_of_its_batch_as_a_constant():

@@ -290,6 +290,26 @@ def test_keys_of_devices_are_parts_of_one_key():
   np.testing.assert_array_equal(draw(keys), np.concatenate(list(np.asarray(expected))))
 
 
+@pytest.mark.parametrize(
+  'of_state',
+  [
+    lambda w: jnp.arange(16.0)[jax.random.randint(KEY, w.shape[:1], 0, 16) + jnp.argmax(w)],
+    lambda w: w @ w,
+    lambda w: lax.conv(w[None, None], w[None, None], (1, 1), 'SAME'),
+  ],
+)
+def test_operands_that_every_group_has_whole(of_state):
+  """A table at random steps, say, or an optimizer that multiplies matrices."""
+  w, x = jnp.ones((4, 4)), np.arange(16.0, dtype=np.float32)
+
+  def step(w, x):
+    return lax.pmean(of_state(w).sum() * x.mean(), 'batch')
+
+  expected = jax.pmap(step, axis_name='batch', in_axes=(None, 0))(w, x.reshape(8, 2))[0]
+  result = DATA.jit(step, axis_name='batch', in_axes=(None, 0))(DATA.replicate(w), x)
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg'])
 def test_rbg_keys_draw_different_numbers_in_each_part(impl):
   def draw(key, x):

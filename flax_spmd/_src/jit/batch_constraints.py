@@ -64,17 +64,20 @@ def with_batch_constraints(
   """
 
   def constrained(leaves: list[Any]) -> Any:
-    if not batch.is_throughout:
-      return fn(
-        [_sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)]
-      )
-    larger = _larger(fn, batch, leaves)
-    size = _own_size(batch, leaves) if larger is None and not batch.is_named else None
-    if larger is None and size is None:
-      return fn(leaves)
+    larger = size = None
+    if batch.is_throughout:
+      larger = _larger(fn, batch, leaves)
+      size = _own_size(batch, leaves) if larger is None and not batch.is_named else None
+      if larger is None and size is None:
+        return fn(leaves)
     program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
-    with contextlib.suppress(_Unlike):
-      program = _Writer(batch, mesh, size).rewritten(program, program if larger is None else larger)
+    if batch.is_throughout:
+      with contextlib.suppress(_Unlike):
+        program = _Writer(batch, mesh, size).rewritten(program, program if larger is None else larger)
+    else:  # a call of the function would trace it again: to JAX, a constrained array is of another type
+      leaves = [
+        _sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)
+      ]
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
   return constrained

@@ -7,14 +7,15 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
 
 * nothing in the step is constrained over the axes of the batch;
 * the arrays of one argument have dimension 0 in common, sharded over the same mesh axes and nothing else. Arrays
-  that are on no mesh yet count too, with the axes of the rule for `batch`, except raw random keys;
+  that are on no mesh yet count too, with the axes of the rule for `batch`. Raw random keys beside them do not count;
 * the axes split it into several parts, all of one size;
-* the step does not return that argument;
+* the step returns no array like one of that argument, as it does of a state, unless it is as long as another argument for
+  which this holds, or there is none;
 * another argument, the state, is on the mesh.
 
 If that state is sharded over some of the batch's axes (FSDP) and nothing is constrained, the batch has to stay sharded
-throughout the step; see `is_decided_by_author`. If the state is not, a batch that is on no mesh yet is sharded as the step
-begins: every device would compute all of it.
+throughout the step; see `is_decided_by_author`. If the state is not, or such arguments differ in size or may be a state,
+those that are on no mesh yet are sharded as the step begins: every device would compute all of them.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ class _ArgumentArray(NamedTuple):
   is_key: bool
 
 
+_Found = tuple[tuple[str, ...], Sequence[_ArgumentArray]]  # axes of dimension 0, and the argument
+
+
 def batch_leaves(
   dynamic: tuple[tuple, dict[str, Any]],
   returned: Callable[[], Set[int]],
@@ -90,35 +94,37 @@ def batch_leaves(
   if not placed or (is_all_placed and is_settled):
     return None
   out, default = returned(), axes_of_batches(mesh, rules)
-  found = [
+  possible = [
     (axes, argument)
     for argument in arguments
     if (axes := _batch_axes(argument, default))
     and shards(mesh, axes) > 1
     and argument[0].shape[0] % shards(mesh, axes) == 0
-    and not any(leaf.position in out for leaf in argument)
   ]
-  chosen = {(axes, argument[0].shape[0]) for axes, argument in _placed_first(found)}
-  if len(chosen) != 1:
+  unlike = [one for one in possible if not any(leaf.position in out for leaf in one[1])]
+  found = [one for one in possible if one in unlike or not _is_placed(one[1])]
+  chosen = _placed_first(unlike or found)
+  sizes = {argument[0].shape[0] for _, argument in chosen}
+  if len({axes for axes, _ in chosen}) != 1 or (len(sizes) > 1 and not unlike):
     return None
-  [(axes, size)] = chosen
+  axes = chosen[0][0]
   batch = {
     leaf.position: leaf
     for each, argument in found
     for leaf in argument
-    if each == axes and leaf.shape and leaf.shape[0] == size
+    if each == axes and leaf.shape and leaf.shape[0] in sizes
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
   over_axes = [leaf.position for leaf in state if set(_axes_of(leaf)).intersection(axes)]
-  is_throughout = bool(over_axes)
+  is_throughout = bool(over_axes and unlike) and len(sizes) == 1
   if is_throughout:
     shapes = [leaf.shape for leaf in state]
     is_decided = is_decided_by_author(jaxpr, is_named, shapes, out >= {*over_axes})
   else:
-    is_placed = any(leaf.sharding is not None for leaf in batch.values())
-    is_decided = is_placed or is_constrained_over(jaxpr, axes)
-  found = BatchLeaves(tuple(sorted(batch)), axes, is_throughout, is_named=is_named)
-  return None if is_decided else found
+    is_decided = _is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
+  if is_decided:
+    return None
+  return BatchLeaves(tuple(sorted(batch)), axes, is_throughout, is_named=is_named)
 
 
 def is_decided_by_author(
@@ -145,7 +151,7 @@ def is_decided_by_author(
 
 
 def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:
-  """The arrays of each argument, in the order of the leaves of `(args, kwargs)`; those with a dimension first."""
+  """The arrays of each argument, in the order of the leaves of `(args, kwargs)`; those that may be of a batch first."""
   args, kwargs = dynamic
   position = 0
   for argument in [*args, *(kwargs[name] for name in sorted(kwargs))]:
@@ -161,7 +167,7 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
-    yield sorted(each, key=lambda leaf: not leaf.shape)
+    yield sorted(each, key=lambda leaf: not leaf.shape or leaf.is_key)
 
 
 def is_raw_key(shape: tuple[int, ...], dtype: Any) -> bool:
@@ -171,18 +177,20 @@ def is_raw_key(shape: tuple[int, ...], dtype: Any) -> bool:
 
 def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
   """The mesh axes of an argument's dimension 0, if all of its arrays may be a batch; else ()."""
-  arrays = [leaf for leaf in argument if leaf.shape]
+  arrays = [leaf for leaf in argument if leaf.shape and not leaf.is_key]
   placed = {_axes_of(leaf) if _is_by_rows(leaf) else () for leaf in arrays if leaf.sharding is not None}
   axes = next(iter(placed)) if placed else default
   alike = len(placed) <= 1 and len({leaf.shape[0] for leaf in arrays}) == 1
-  alike = alike and not all(leaf.is_key for leaf in arrays)
   return axes if alike else ()
 
 
-def _placed_first(found: Sequence[tuple[tuple[str, ...], Sequence[_ArgumentArray]]]) -> Sequence[Any]:
+def _placed_first(found: Sequence[_Found]) -> Sequence[_Found]:
   """The arguments that are on the mesh, if there are any: they are certain."""
-  placed = [one for one in found if any(leaf.sharding is not None for leaf in one[1])]
-  return placed or found
+  return [one for one in found if _is_placed(one[1])] or found
+
+
+def _is_placed(argument: Sequence[_ArgumentArray]) -> bool:
+  return any(leaf.sharding is not None for leaf in argument)
 
 
 def axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:

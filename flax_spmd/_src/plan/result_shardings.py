@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
@@ -143,7 +144,7 @@ class _Subtrees:
     self.plain = jax.tree.structure(box_trees.unbox(tree, apply_constraint=False))
     self._paths: list[KeyPath] = [path for path, _ in paths]
     self._shapes = [tuple(getattr(leaf, 'shape', ())) for _, leaf in paths]
-    self._dtypes = [getattr(leaf, 'dtype', None) for _, leaf in paths]
+    self._dtypes = [_dtype(leaf) for _, leaf in paths]
 
   def root(self) -> _Subtree:
     """The whole tree."""
@@ -175,6 +176,12 @@ class _Subtrees:
     """The last key of the first `depth` nodes above a leaf."""
     path = self._paths[leaf][:depth] if leaf < len(self._paths) else ()
     return key_value(path[-1]) if path and isinstance(path[-1], (DictKey, GetAttrKey)) else None
+
+
+def _dtype(leaf: Any) -> Any:
+  """The dtype of an array as a program has it: those of NumPy may have 64 bits."""
+  dtype = getattr(leaf, 'dtype', None)
+  return jax.dtypes.canonicalize_dtype(dtype) if isinstance(leaf, (np.ndarray, np.generic)) else dtype
 
 
 def _without_box(boxed: Any) -> Any:
