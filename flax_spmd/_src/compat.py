@@ -1793,6 +1793,21 @@ def store_absent_arrays() -> None:
   replica_slices.get_replica_slices = slices
 
 
+@functools.cache
+def describe_bools() -> None:
+  """Makes Orbax describe Python bools, which it saves and restores. Orbax 0.12.8 fails at states that contain one.
+
+  Raises:
+    AttributeError, ImportError: the installed Orbax has another structure.
+  """
+  from orbax.checkpoint.experimental.v1._src.serialization import scalar_leaf_handler
+
+  type_of = scalar_leaf_handler._np_dtype_to_python_type
+  scalar_leaf_handler._np_dtype_to_python_type = lambda dtype: (
+    bool if dtype == np.dtype(bool) else type_of(dtype)
+  )
+
+
 def orbax_kvstore(path: str) -> Any:
   """The TensorStore spec that Orbax builds for a folder of arrays, without its own layers."""
   from orbax.checkpoint._src.serialization import tensorstore_utils
