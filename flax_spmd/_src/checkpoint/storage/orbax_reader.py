@@ -308,7 +308,7 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
   if tree is None:
     raise CheckpointDamagedError(
       f'Checkpoint {path} cannot be read: {reason}.\n'
-      'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
+      'Fix: restore another checkpoint; or, if orbax.checkpoint loads this one, save the result with flax_spmd.checkpoint.save.'
     )
   return tree
 
