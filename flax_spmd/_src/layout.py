@@ -524,6 +524,7 @@ class Layout:
     threads: bool = False,
     timeout: float = TIMEOUT,
     host_after: int | None = None,
+    constrain_batch: bool = True,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -560,6 +561,8 @@ class Layout:
         tasks of their rank than this wait in the memory of the host (`pinned_host`), and are back one task before
         their use. Results are the same; devices need less memory, and transfers compete with others for the bus.
         The compiled pipeline has the peaks of both: `.memory` and `.host_memory`. None: all stay on the devices.
+      constrain_batch: as in `jit`, for microbatches of several examples, which are dimension 0 of an array of the batch,
+        or 1 after that of microbatches. Without a loop, a batch on no mesh is sharded only if the state is.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -596,6 +599,7 @@ class Layout:
       'stages': stages,
       'timeout': timeout,
       'host_after': host_after,
+      'constrain_batch': constrain_batch,
     }
     options = argument_options(
       donate_argnums=donate_argnums,

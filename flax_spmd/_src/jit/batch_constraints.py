@@ -86,8 +86,9 @@ def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence
   """The program of a function for twice the batch; None if there is none."""
   doubled: list[Any] = list(leaves)
   for position in batch.leaves:
-    size, *rest = leaves[position].shape
-    doubled[position] = jax.ShapeDtypeStruct((2 * size, *rest), leaves[position].dtype)
+    shape = list(leaves[position].shape)
+    shape[batch.dimension] *= 2
+    doubled[position] = jax.ShapeDtypeStruct(shape, leaves[position].dtype)
   try:
     return jax.make_jaxpr(fn)(doubled)
   except (
@@ -98,7 +99,7 @@ def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence
 
 def _own_size(batch: BatchLeaves, leaves: Sequence[Any]) -> int | None:
   """The size of the batch; None if another argument has a dimension of that size."""
-  size = leaves[batch.leaves[0]].shape[0]
+  size = leaves[batch.leaves[0]].shape[batch.dimension]
   others = (leaf for position, leaf in enumerate(leaves) if position not in batch.leaves)
   return None if any(size in leaf.shape for leaf in others) else size
 

@@ -38,13 +38,15 @@ class BatchLeaves(NamedTuple):
 
   Attributes:
     leaves: their positions among the leaves of `(args, kwargs)`.
-    axes: the mesh axes of their dimension 0.
+    axes: the mesh axes of the examples.
     is_throughout: whether values that are computed from them have to be constrained, too.
+    dimension: the dimension of the examples.
   """
 
   leaves: tuple[int, ...]
   axes: tuple[str, ...]
   is_throughout: bool = True
+  dimension: int = 0
 
 
 class _ArgumentArray(NamedTuple):
@@ -79,7 +81,7 @@ def batch_leaves(
   has_sharded, is_decided = any(map(_axes_of, placed)), has_constraints(jaxpr)
   if not placed or (is_all_placed and (is_decided or not has_sharded)):
     return None
-  out, default = returned(), _axes_of_batches(mesh, rules)
+  out, default = returned(), axes_of_batches(mesh, rules)
   found = [
     (axes, argument)
     for argument in arguments
@@ -116,16 +118,21 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
     leaves = jax.tree.leaves(argument)
     shapes = (tuple(getattr(leaf, 'shape', ())) for leaf in leaves)
     each = [
-      _ArgumentArray(position + offset, shape, placed_sharding(leaf, mesh), _is_raw_key(leaf, shape))
+      _ArgumentArray(
+        position + offset,
+        shape,
+        placed_sharding(leaf, mesh),
+        is_raw_key(shape, getattr(leaf, 'dtype', None)),
+      )
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
     yield sorted(each, key=lambda leaf: not leaf.shape)
 
 
-def _is_raw_key(leaf: Any, shape: tuple[int, ...]) -> bool:
+def is_raw_key(shape: tuple[int, ...], dtype: Any) -> bool:
   """Whether an array has the type of a key of `jax.random.PRNGKey`."""
-  return shape in ((2,), (4,)) and getattr(leaf, 'dtype', None) == np.uint32
+  return shape in ((2,), (4,)) and dtype == np.uint32
 
 
 def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -144,8 +151,8 @@ def _placed_first(found: Sequence[tuple[tuple[str, ...], Sequence[_ArgumentArray
   return placed or found
 
 
-def _axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
-  """The mesh axes of the rule for `batch`; () without one."""
+def axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
+  """The axes of a mesh in the rule for `batch`; () without one."""
   spec = rules.spec(('batch',)) if 'batch' in rules.by_name else None
   sizes = axis_sizes(mesh)
   return tuple(axis for entry in spec or () for axis in axis_names(entry) if axis in sizes)

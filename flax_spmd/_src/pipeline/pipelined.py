@@ -27,7 +27,9 @@ from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
-from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
+from flax_spmd._src.jit.batch_constraints import with_batch_constraints
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
+from flax_spmd._src.jit.constrained_results import has_constraints, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
@@ -37,6 +39,7 @@ from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint, named
 from flax_spmd._src.names.nnx_variables import check_functional
+from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.pipeline import carried_order, garbage_collection
 from flax_spmd._src.pipeline.argument_checks import (
   check_arrays,
@@ -51,6 +54,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
+from flax_spmd._src.pipeline.cut.batch_rows import sources_of_rows
 from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
@@ -185,7 +189,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     setting = self._setting
     abstract = setting.ranks[0].abstract_mesh
 
-    def function(*leaves):
+    def function(leaves):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
@@ -193,10 +197,14 @@ class Pipelined(UnderLayout, Generic[P, Result]):
         return self._fn(*args, **kwargs)
 
     with compat.without_mesh():  # a block around the call may have set one of another size
-      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*request.avals)
+      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(request.avals)
+      known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
+      batch = self._unconstrained_batch(jaxpr, request)
+      if batch is not None:
+        rewritten = with_batch_constraints(function, batch, abstract)
+        jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
     warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
-    known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
     planned = [
@@ -205,6 +213,22 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     ]
     times = {'trace': time.perf_counter() - begin}
     return TracedPipelineStep(jaxpr, setting, request, result, planned, self._donations(request), times)
+
+  def _unconstrained_batch(self, jaxpr: Any, request: Request) -> BatchLeaves | None:
+    """The arguments whose examples have to be constrained throughout the step; None if it needs no constraints."""
+    setting, mesh = self._setting, self._setting.ranks[0].abstract_mesh
+    is_named = any(TreeNames(request.treedef.unflatten(request.avals)).statics)
+    is_open = any(map(any, request.specs)) and not is_named and not has_constraints(jaxpr)
+    if not setting.constrain_batch or not is_open:
+      return None
+    try:
+      step = microbatch_loop.read_step(jaxpr, mesh, request.specs)
+    except PipelineError:  # `lower` raises it
+      return None
+    if step.loop.once:
+      return batch_leaves(self._known_arguments(request), set, jaxpr, setting.mesh, setting.rules)
+    rows, specs = step.loop.body.rows.values(), dict(zip(step.arguments, request.specs, strict=True))
+    return sources_of_rows([*rows], step.loop.count, step.batch, specs, mesh, setting.batch_axes)
 
   def _known_arguments(self, request: Request) -> Any:
     """The dynamic arguments with their shardings on the whole mesh; those of an argument on the host are unknown."""
@@ -267,7 +291,8 @@ class TracedPipelineStep:
     """
     begin = time.perf_counter()
     mesh = self._setting.ranks[0].abstract_mesh
-    step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs)
+    axes = self._setting.batch_axes
+    step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
     stages = self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)

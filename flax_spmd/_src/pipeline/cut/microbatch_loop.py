@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut import residuals
+from flax_spmd._src.pipeline.cut.batch_rows import constrained_batch
 from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, ends_among, source_lines
 from flax_spmd._src.pipeline.cut.stage_marks import (
@@ -88,13 +89,16 @@ class StepParts:
     return own.union(*(one.values for one in eq.needed(self.before, rows)))
 
 
-def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) -> StepParts:
+def read_step(
+  jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec], batch_axes: tuple[str, ...] = ()
+) -> StepParts:
   """Splits a step's jaxpr into the microbatch loop and the rest.
 
   Args:
     jaxpr: the step.
     mesh: the mesh of a stage.
     specs: the spec of each input.
+    batch_axes: the mesh axes that a batch is sharded over if its own arrays are not sharded.
 
   Raises:
     PipelineError: there are no stage ends, or several loops with stage ends, or the loop is inside
@@ -128,7 +132,8 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   [loop] = loops
   if mesh.size > 1:
     at = equations.index(loop)
-    equations[at:at] = _on_every_device(loop, mesh, dict(zip(arguments, specs, strict=True)))
+    given = dict(zip(arguments, specs, strict=True))
+    equations[at:at] = constrained_batch(loop, equations[:at], mesh, given, batch_axes)
   return _looped(arguments, equations, results, loop)
 
 
@@ -253,28 +258,6 @@ def _looped(arguments, equations, results, scan: Equation) -> StepParts:
     source_line=scan.source_line,
   )
   return StepParts(arguments, [*equations[:at], *hoisted], loop, equations[at + 1 :], results)
-
-
-def _on_every_device(
-  loop: Equation, mesh: AbstractMesh, specs: Mapping[Value, PartitionSpec]
-) -> list[Equation]:
-  """Replaces the arrays of the batch by ones that are not sharded over microbatches; returns the equations.
-
-  A program that takes one microbatch from an array would otherwise move all of it.
-  """
-  constraints: list[Equation] = []
-  for number in range(sum(compat.scan_counts(loop.params)), len(loop.inputs)):
-    array = loop.inputs[number]
-    spec = specs.get(array) if isinstance(array, Value) else None
-    if spec is None or any(spec[:1]):
-      others = [PartitionSpec.UNCONSTRAINED] * (len(eq.abstract(array).shape) - 1)
-      sharding = NamedSharding(mesh, PartitionSpec(None, *others))
-      new, [loop.inputs[number]] = eq.traced(
-        lambda x: lax.with_sharding_constraint(x, sharding),  # noqa: B023
-        array,
-      )
-      constraints += new
-  return constraints
 
 
 def _rows_taken(rows: Mapping[Value, Atom], index: Value) -> list[Equation]:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.jit.batch_leaves import axes_of_batches
 from flax_spmd._src.jit.jit_options import CompileOptions
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.pipeline.run.submeshes import processes_of, submesh
@@ -26,6 +27,7 @@ class PipelineOptions(CompileOptions, total=False):
   threads: bool
   timeout: float
   host_after: int | None
+  constrain_batch: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +51,18 @@ class Setting:
   stages: int | None
   timeout: float
   host_after: int | None
+  constrain_batch: bool
   reported: set[str] = dataclasses.field(default_factory=set, compare=False)
 
   @functools.cached_property
   def sizes(self) -> dict[str, int]:
     """Size per mesh axis."""
     return axis_sizes(self.mesh)
+
+  @functools.cached_property
+  def batch_axes(self) -> tuple[str, ...]:
+    """The mesh axes that examples on no mesh are sharded over."""
+    return axes_of_batches(self.mesh, self.rules) if self.constrain_batch else ()
 
   @functools.cached_property
   def processes(self) -> tuple[int, ...]:

@@ -1,0 +1,122 @@
+"""Batch rows: the arrays of a batch that a microbatch loop takes its rows from, and the constraints that keep them sharded.
+
+Each has microbatches in dimension 0, and in dimension 1 their examples. Random keys have no examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from flax_spmd._src import compat
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, is_raw_key, shards
+from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.pipeline.cut import equations as eq
+from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
+from flax_spmd._src.rules.decisions import axis_names
+
+
+def constrained_batch(
+  loop: Equation,
+  before: Sequence[Equation],
+  mesh: AbstractMesh,
+  specs: Mapping[Value, PartitionSpec],
+  batch_axes: tuple[str, ...],
+) -> list[Equation]:
+  """Replaces the arrays of the batch of a loop by constrained ones.
+
+  They are not sharded over microbatches: a program that takes one microbatch from an array would otherwise move all
+  of it. If no argument that they come from is sharded, as on the host, the examples of each microbatch are: every
+  device would otherwise compute all of them.
+
+  Args:
+    loop: the scan; its inputs are replaced.
+    before: the equations before it.
+    mesh: the mesh of a stage.
+    specs: the spec of each argument of the step.
+    batch_axes: the mesh axes of the rule for `batch`.
+
+  Returns:
+    The equations of the constraints.
+  """
+  numbers = range(sum(compat.scan_counts(loop.params)), len(loop.inputs))
+  arrays: list[Any] = [loop.inputs[number] for number in numbers]
+  sources = {*arrays}.union(*(one.values for one in eq.needed(before, arrays)))
+  is_sharded = any(any(specs.get(value, ())) for value in sources)
+  axes = () if is_sharded or not _divide(_examples(arrays), mesh, batch_axes) else batch_axes
+  constraints: list[Equation] = []
+  for number, array in zip(numbers, arrays, strict=True):
+    entries: list[Any] = [None, *[PartitionSpec.UNCONSTRAINED] * (len(array.aval.shape) - 1)]
+    if axes and _examples([array]):
+      entries[1] = axes
+    elif array in specs and not any(specs[array][:1]):
+      continue
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
+    new, [loop.inputs[number]] = eq.traced(
+      lambda x: lax.with_sharding_constraint(x, sharding),  # noqa: B023
+      array,
+    )
+    constraints += new
+  return constraints
+
+
+def sources_of_rows(
+  rows: Sequence[Atom],
+  count: int,
+  batch: Collection[Value],
+  specs: Mapping[Value, PartitionSpec],
+  mesh: MeshLike,
+  batch_axes: tuple[str, ...],
+) -> BatchLeaves | None:
+  """The arguments whose examples have to stay sharded throughout a step, where nothing in it is constrained.
+
+  Args:
+    rows: the arrays of the batch.
+    count: the number of microbatches.
+    batch: the values that microbatches depend on.
+    specs: the spec of each argument of the step, in order.
+    mesh, batch_axes: as of `constrained_batch`.
+
+  Returns:
+    None unless other arguments are sharded over the axes of the batch, as by FSDP, and all microbatches have one number
+    of examples, in one dimension of all arguments.
+  """
+  sizes = _examples(rows)
+  found: dict[int, tuple[int, tuple[str, ...]]] = {}
+  for position, (argument, spec) in enumerate(specs.items()):
+    dimension = _dimension(argument.aval.shape, count, sizes) if argument in batch else None
+    if dimension is not None:
+      axes = axis_names(spec[dimension]) if len(spec) > dimension else ()
+      found[position] = dimension, axes if any(spec) else batch_axes
+  if len({*found.values()}) != 1:
+    return None
+  [(dimension, axes)] = {*found.values()}
+  state = [spec for position, spec in enumerate(specs.values()) if position not in found]
+  of_state = {axis for spec in state for entry in spec for axis in axis_names(entry)}
+  is_sharded = _divide(sizes, mesh, axes) and not of_state.isdisjoint(axes)
+  return BatchLeaves(tuple(found), axes, dimension=dimension) if is_sharded else None
+
+
+def _dimension(shape: tuple[int, ...], count: int, sizes: set[int]) -> int | None:
+  """The dimension of an argument that has the examples: the first, or the second, after that of microbatches."""
+  for size in sizes:
+    if shape[:2] == (count, size):
+      return 1
+    if shape[:1] == (count * size,):
+      return 0
+  return None
+
+
+def _examples(arrays: Sequence[Any]) -> set[int]:
+  """The numbers of examples of the microbatches of some arrays."""
+  shapes = [(array.aval.shape, array.aval.dtype) for array in arrays]
+  return {shape[1] for shape, dtype in shapes if len(shape) > 1 and not is_raw_key(shape[1:], dtype)}
+
+
+def _divide(sizes: set[int], mesh: MeshLike, axes: tuple[str, ...]) -> bool:
+  """Whether all microbatches have one number of examples, which mesh axes divide into several equal parts."""
+  parts = shards(mesh, axes)
+  return parts > 1 and len(sizes) == 1 and not any(size % parts for size in sizes)

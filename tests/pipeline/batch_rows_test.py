@@ -1,0 +1,145 @@
+"""Batches that are on no mesh, and models without names: devices compute their share, and activations do not move."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd._src.hlo.counts import count
+from flax_spmd.pipeline import GPipe, Mean, OneFOneB, accumulate, stage_end
+from tests.pipeline.cases import assert_same
+
+WIDTH, LENGTH, WORDS, BATCH, MICROBATCHES = 32, 64, 64, 64, 4
+DATA_PARALLEL, FSDP = (('batch', 'data'),), (('batch', 'data'), spmd.fsdp('data', min_size=1))
+MESH = {'stage': 1, 'data': 4}  # of a stage
+TOKENS = np.random.default_rng(0).integers(0, WORDS, (BATCH, LENGTH))
+
+
+class Decoder(nn.Module):
+  """A decoder without names."""
+
+  @nn.compact
+  def __call__(self, tokens):
+    x = nn.Embed(WORDS, WIDTH)(tokens)
+    for layer in range(4):
+      y = nn.LayerNorm()(x)
+      x += nn.MultiHeadDotProductAttention(4, deterministic=True)(y, mask=nn.make_causal_mask(tokens))
+      x += nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+      x = stage_end(x) if layer == 1 else x
+    return nn.Dense(WORDS)(nn.LayerNorm()(x))
+
+
+MODEL = Decoder()
+
+
+def train_step(params, batch, microbatches=MICROBATCHES):
+  def loss(params, tokens):
+    logits = MODEL.apply(params, tokens)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+  grad = jax.value_and_grad(loss)
+  value, grads = accumulate(
+    lambda one: grad(params, one['tokens']), batch, op=Mean, microbatches=microbatches
+  )
+  return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def by_rows(params, batch):
+  """Like `train_step`, of a batch whose dimension 0 is that of microbatches."""
+  return train_step(params, batch, microbatches=None)
+
+
+def created(rules):
+  layout = spmd.Layout({'stage': 2, 'data': 4}, rules)
+  return layout, layout.init(MODEL.init, jax.random.key(0), TOKENS[:1], boxed=False)
+
+
+def totals(compiled):
+  """FLOPs and bytes on the wire of a device of each rank, of all programs of a step."""
+  flops, wire = 0, 0
+  for program, one in compiled.executables.items():
+    counts = count(one.compiled.as_text(), MESH)
+    calls = MICROBATCHES if program.name.startswith(('fwd', 'bwd')) else 1
+    flops += calls * counts.flops
+    wire += calls * sum(counts.by_kind().values())
+  return flops, wire
+
+
+@pytest.mark.parametrize('rules', [DATA_PARALLEL, FSDP], ids=['data parallel', 'fsdp'])
+@pytest.mark.parametrize(
+  'shape', [(BATCH,), (MICROBATCHES, BATCH // MICROBATCHES)], ids=['split', 'rows']
+)
+def test_a_batch_of_the_host_costs_what_a_sharded_one_does(rules, shape):
+  layout, params = created(rules)
+  step = train_step if len(shape) == 1 else by_rows
+  batch = {'tokens': TOKENS.reshape(*shape, LENGTH)}
+  names = ('batch', None) if len(shape) == 1 else (None, 'batch', None)
+  results, costs = [], []
+  for one in (batch, layout.shard(batch, {'tokens': names})):
+    compiled = layout.pipeline_jit(step, schedule=OneFOneB(2)).compile(params, one)
+    results.append(compiled(params, one))
+    costs.append(totals(compiled))
+  assert costs[0] == pytest.approx(costs[1], rel=0.01)
+  assert_same(*results)
+  assert_same(results[0], jax.jit(step)(jax.device_get(params), batch), 1e-4)
+
+
+@pytest.mark.parametrize(
+  'shape', [(BATCH,), (MICROBATCHES, BATCH // MICROBATCHES)], ids=['split', 'rows']
+)
+def test_fsdp_without_names_moves_parameters_and_no_activations(shape):
+  layout, params = created(FSDP)
+  step = train_step if len(shape) == 1 else by_rows
+  batch = {'tokens': TOKENS.reshape(*shape, LENGTH)}
+  _, wire = totals(layout.pipeline_jit(step, schedule=OneFOneB(2)).compile(params, batch))
+  once = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) * 3 / 4
+  # a microbatch: parameters are gathered forward and backward, and gradients are summed by all-reduce
+  assert wire < 1.1 * MICROBATCHES * (1 + 1 + 2) * once
+
+
+def test_fsdp_without_names_and_without_a_loop():
+  """Inference on a batch of the host: each device computes its examples; parameters are gathered once."""
+  layout, params = created(FSDP)
+  predict = layout.pipeline_jit(MODEL.apply)
+  compiled = predict.compile(params, TOKENS)
+  counts = [count(one.compiled.as_text(), MESH) for one in compiled.executables.values()]
+  bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  assert sum(each.wire for one in counts for each in one.collectives) < 1.1 * bytes_
+  alone = count(jax.jit(MODEL.apply).lower(jax.device_get(params), TOKENS).compile().as_text(), {})
+  assert sum(one.flops for one in counts) == pytest.approx(alone.flops / 4, rel=0.01)
+  assert_same(predict(params, TOKENS), jax.jit(MODEL.apply)(jax.device_get(params), TOKENS), 1e-4)
+
+
+def squares(w, batch):
+  def loss(w, one):
+    return jnp.mean((stage_end(jnp.tanh(one['x'] @ w[0])) @ w[1] * one.get('scale', 1)) ** 2)
+
+  grads = accumulate(lambda one: jax.grad(loss)(w, one), batch, GPipe(2), Mean)
+  return [each - 0.1 * grad for each, grad in zip(w, grads, strict=True)]
+
+
+@pytest.mark.parametrize(
+  'batch, is_sharded',
+  [
+    ({'x': (4, 8, 16)}, True),
+    ({'x': (4, 8, 16), 'scale': (4, 8, 1)}, True),
+    ({'x': (4, 8, 16), 'scale': (4,)}, True),
+    ({'x': (4, 8, 16), 'scale': (4, 1, 16)}, False),  # no common number of examples
+    ({'x': (4, 6, 16)}, False),
+  ],
+)
+@pytest.mark.parametrize('rules', [DATA_PARALLEL, FSDP, ()], ids=['data parallel', 'fsdp', 'no rules'])
+def test_which_batches_are_sharded(rules, batch, is_sharded):
+  layout = spmd.Layout({'stage': 2, 'data': 4}, rules)
+  rng = np.random.default_rng(1)
+  w = layout.shard([rng.normal(size=(16, 16)).astype(np.float32) for _ in range(2)])
+  batch = {name: rng.normal(size=shape).astype(np.float32) for name, shape in batch.items()}
+  for constrains in (False, True):
+    compiled = layout.pipeline_jit(squares, constrain_batch=constrains).compile(w, batch)
+    [forward] = [one.compiled for unit, one in compiled.executables.items() if unit.name == 'fwd_0']
+    activations = [each.spec for each in forward.output_shardings]
+    assert any('data' in spec[:1] for spec in activations) == (constrains and is_sharded and bool(rules))
+  assert_same(compiled(w, batch), jax.jit(squares)(jax.device_get(w), batch))
