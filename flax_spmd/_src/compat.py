@@ -1794,17 +1794,21 @@ def store_absent_arrays() -> None:
 
 
 @functools.cache
-def describe_bools() -> None:
-  """Makes Orbax describe Python bools, which it saves and restores. Orbax 0.12.8 fails at states that contain one.
+def describe_numbers() -> None:
+  """Makes Orbax describe every Python number that it saves and restores.
+
+  Orbax 0.12.8 fails at states with a bool, or with a number that `SaveArgs(dtype=)` has made one of bfloat16.
 
   Raises:
     AttributeError, ImportError: the installed Orbax has another structure.
   """
   from orbax.checkpoint.experimental.v1._src.serialization import scalar_leaf_handler
 
+  kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
   type_of = scalar_leaf_handler._np_dtype_to_python_type
   scalar_leaf_handler._np_dtype_to_python_type = lambda dtype: (
-    bool if dtype == np.dtype(bool) else type_of(dtype)
+    next((kind for kind, dtypes in kinds.items() if jnp.issubdtype(dtype, dtypes)), None)
+    or type_of(dtype)
   )
 
 

@@ -192,6 +192,14 @@ def test_numbers_and_empties(tmp_path, writer):
   assert tree['opt'][0]['mu']['w'].tolist() == list(range(8))
 
 
+def test_a_save_that_casts_numbers_too(tmp_path):
+  state = {'step': 7, 'w': jnp.arange(8.0)}
+  half = jax.tree.map(lambda x: v0.SaveArgs(dtype=jnp.dtype('bfloat16')), state)
+  v0.PyTreeCheckpointer().save(tmp_path / 'a', state, save_args=half)
+  restored = checkpoint.restore(tmp_path / 'a', layout=OTHER)
+  assert restored['step'] == 7.0 and restored['w'].dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize('writer', [by_standard, by_pytree, by_v1])
 def test_one_array_without_a_container(tmp_path, writer):
   path = writer(tmp_path, np.arange(8, dtype=np.float32))

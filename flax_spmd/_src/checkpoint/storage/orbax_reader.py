@@ -42,7 +42,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
-from flax_spmd._src.compat import describe_bools
+from flax_spmd._src.compat import describe_numbers
 from flax_spmd._src.data.host_values import placed, put
 from flax_spmd._src.joint_call import first_line
 from flax_spmd.errors import CheckpointDamagedError, raise_problems
@@ -296,7 +296,7 @@ def _random_keys(folder: epath.Path) -> dict[str, str]:
 
 def _foreign_tree(path: epath.Path, part: str | None) -> Any:
   """A tree with Orbax's metadata of each leaf as its leaves."""
-  describe_bools()
+  describe_numbers()
   try:
     tree = ocp.metadata(path, checkpointable_name=part).metadata
     reason = 'Orbax returns no metadata'
