@@ -40,7 +40,8 @@ def context(
   options.array.saving.ocdbt_target_data_file_size = _FILE_SIZE
   if of_stages:
     store_absent_arrays()
-  options.array.saving.use_replica_parallel = not (of_stages or whole)
+  if of_stages or whole:
+    options.array.saving.use_replica_parallel = False
   # In the background, a folder that cannot be made leaves threads waiting for it for minutes.
   options.asynchronous.create_directories_asynchronously = False
   if path is not None and '://' in os.fspath(path):
