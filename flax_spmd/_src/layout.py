@@ -437,9 +437,10 @@ class Layout:
         array of them. Default: None; results that differ are an error.
       constrain_batch: whether a step that does not constrain its batch keeps it sharded. The batch is an argument that
         is sharded over dimension 0, or that is on no mesh yet, such as an array of NumPy, and is not returned. One on no
-        mesh is sharded by the rule for `batch`, if there is one. Where the state is sharded over the axes of the batch (FSDP),
-        without any names or constraints, the batch stays sharded throughout: the step is then traced three times, the
-        second time with twice the batch. Models of NNX are left as they are.
+        mesh is sharded by the rule for `batch`, if there is one. Where the state is sharded over the axes of the batch (FSDP)
+        and no activation is constrained, the batch stays sharded throughout: the step is then traced three times, the
+        second time with twice the batch. Left as they are: models of NNX, and, if parameters have names, experts and
+        steps that do not return all parameters.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 

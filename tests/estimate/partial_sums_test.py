@@ -67,4 +67,5 @@ def test_gradients_are_summed_as_in_compiled_programs(name):
   estimator, compiled = Estimator(train_step), compare(train_step, layouts, 'h100:8')
   for text, layout in layouts.items():
     estimated = estimator.estimate(layout, 'h100:8', partition=False)
-    assert traffic(estimated) == pytest.approx(traffic(compiled[text]), rel=1e-3), text
+    expected = pytest.approx(traffic(compiled[text]), rel=1e-3, abs=2**12)  # of gathered indices
+    assert traffic(estimated) == expected, text

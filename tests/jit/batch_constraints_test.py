@@ -1,4 +1,4 @@
-"""Steps of models without names, whose batch `layout.jit` keeps sharded under FSDP."""
+"""Steps that do not constrain their batch, which `layout.jit` keeps sharded under FSDP."""
 
 import functools
 import re
@@ -208,6 +208,110 @@ class WithNames(nn.Module):
   def __call__(self, x):
     init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
     return nn.Dense(8, kernel_init=init)(x)
+
+
+class Layer(nn.Module):
+  """A block whose parameters have names, and whose activations have none, unless it constrains them."""
+
+  constrained: bool = False
+  experts: int = 0
+
+  @nn.compact
+  def __call__(self, x, _):
+    def weight(name, *names_and_sizes):
+      names, shape = zip(*names_and_sizes, strict=True)
+      init = nn.initializers.lecun_normal()
+      return self.param(name, spmd.with_logical_partitioning(init, names), shape)
+
+    embed, mlp, groups = ('embed', x.shape[-1]), ('mlp', 64), ('expert', self.experts)
+    if self.experts:
+      sent = jnp.einsum('bld,ble->ebld', x, nn.softmax(x @ weight('router', embed, groups)))
+      hidden = nn.gelu(jnp.einsum('ebld,edm->eblm', sent, weight('up', groups, embed, mlp)))
+      return x + jnp.einsum('eblm,emd->bld', hidden, weight('down', groups, mlp, embed)), None
+    hidden = nn.gelu(x @ weight('up', embed, mlp))
+    if self.constrained:
+      hidden = spmd.with_logical_constraint(hidden, ('batch', None, 'mlp'))
+    return x + hidden @ weight('down', mlp, embed), None
+
+
+class Layers(nn.Module):
+  stack: str = 'unrolled'
+  constrained: bool = False
+  experts: int = 0
+
+  @nn.compact
+  def __call__(self, x):
+    layer = functools.partial(Layer, self.constrained, self.experts)
+    if self.stack == 'unrolled':
+      for _ in range(4):
+        x, _ = layer()(x, None)
+    elif self.stack == 'scanned':
+      scanned = nn.scan(
+        nn.remat(Layer),
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=4,
+        metadata_params={nn.PARTITION_NAME: 'layers'},
+      )
+      x, _ = scanned(self.constrained, self.experts)(x, None)
+    else:
+      x = spmd.remat_scan(Single, lengths=(2, 2))()(x)
+    return x
+
+
+class Single(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return Layer()(x, None)[0]
+
+
+TABLES = {
+  'fsdp': ({'data': 8}, (('batch', 'data'), ('embed', 'data'))),
+  'fsdp and tensor': ({'data': 4, 'model': 2}, (('batch', 'data'), ('embed', 'data'), ('mlp', 'model'))),
+}
+
+
+def of_names(table, model):
+  """A layout, a step of a model with names, and its arguments."""
+  layout, x = spmd.Layout(*TABLES[table]), np.ones((512, 8, 32), np.float32)
+  params = layout.init(model.init, jax.random.key(0), x[:1])
+
+  def step(params, x):
+    value, grads = jax.value_and_grad(lambda params: (model.apply(params, x) ** 2).mean())(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+  return layout, step, (params, x)
+
+
+@pytest.mark.filterwarnings('ignore:.*adds an axis without a name')  # of remat_scan
+@pytest.mark.parametrize('table', TABLES)
+@pytest.mark.parametrize('stack', ['unrolled', 'scanned', 'remat_scan'])
+def test_no_activation_moves_over_the_axis_of_the_batch_in_a_model_with_names(stack, table):
+  layout, step, args = of_names(table, Layers(stack))
+  moved = layout.jit(step).explain(*args).collectives
+  over_data = sum(each.collective.wire for each in moved if 'data' in each.collective.axes)
+  held = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]))
+  assert 0 < over_data < 5 * held < args[1].nbytes  # gathered twice, and summed by all-reduce
+  expected, result = jax.jit(step)(*jax.device_get(args)), layout.jit(step)(*args)
+  jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-4, 1e-5), result, expected)
+
+
+@pytest.mark.parametrize('case', ['constrained', 'experts', 'inference'])
+@pytest.mark.parametrize('stack', ['unrolled', 'scanned'])
+def test_what_the_author_of_a_model_with_names_has_decided_stays(stack, case):
+  """Constrained activations; experts, whose tokens may move; weights that stay where they are for inference."""
+  model = Layers(stack, case == 'constrained', 2 if case == 'experts' else 0)
+  layout, step, args = of_names('fsdp', model)
+  step = model.apply if case == 'inference' else step
+  one, other = (
+    re.findall(
+      r'sharding_constraint\[.*?\]',
+      str(layout.jit(step, constrain_batch=each).trace(*args).jaxpr),
+      re.DOTALL,
+    )
+    for each in (True, False)
+  )
+  assert one == other and one
 
 
 KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PRNGKey(0),)}

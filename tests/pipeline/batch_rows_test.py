@@ -19,42 +19,53 @@ TOKENS = np.random.default_rng(0).integers(0, WORDS, (BATCH, LENGTH))
 
 
 class Decoder(nn.Module):
-  """A decoder without names."""
+  """A decoder; `names` are those of the dense layers' weights, if they have any."""
+
+  names: bool = False
 
   @nn.compact
   def __call__(self, tokens):
+    def dense(features, *names):
+      init = nn.initializers.lecun_normal()
+      return nn.Dense(
+        features, kernel_init=spmd.with_logical_partitioning(init, names) if self.names else init
+      )
+
     x = nn.Embed(WORDS, WIDTH)(tokens)
-    for layer in range(4):
+    for layer in range(2):
       y = nn.LayerNorm()(x)
       x += nn.MultiHeadDotProductAttention(4, deterministic=True)(y, mask=nn.make_causal_mask(tokens))
-      x += nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
-      x = stage_end(x) if layer == 1 else x
-    return nn.Dense(WORDS)(nn.LayerNorm()(x))
+      y = nn.gelu(dense(4 * WIDTH, 'embed', 'mlp')(nn.LayerNorm()(x)))
+      x += dense(WIDTH, 'mlp', 'embed')(y)
+      x = stage_end(x) if layer == 0 else x
+    return dense(WORDS, 'embed', 'vocab')(nn.LayerNorm()(x))
 
 
 MODEL = Decoder()
+SHAPES = {'split': (BATCH, LENGTH), 'rows': (MICROBATCHES, BATCH // MICROBATCHES, LENGTH)}
 
 
-def train_step(params, batch, microbatches=MICROBATCHES):
+def training(shape, model=MODEL):
+  """A step, of a batch that it splits into microbatches, or whose dimension 0 is theirs; and the batch."""
+
   def loss(params, tokens):
-    logits = MODEL.apply(params, tokens)[:, :-1]
+    logits = model.apply(params, tokens)[:, :-1]
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-  grad = jax.value_and_grad(loss)
-  value, grads = accumulate(
-    lambda one: grad(params, one['tokens']), batch, op=Mean, microbatches=microbatches
-  )
-  return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+  def step(params, batch):
+    grad = jax.value_and_grad(loss)
+    count = MICROBATCHES if shape == 'split' else None
+    value, grads = accumulate(
+      lambda one: grad(params, one['tokens']), batch, op=Mean, microbatches=count
+    )
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+  return step, {'tokens': TOKENS.reshape(SHAPES[shape])}
 
 
-def by_rows(params, batch):
-  """Like `train_step`, of a batch whose dimension 0 is that of microbatches."""
-  return train_step(params, batch, microbatches=None)
-
-
-def created(rules):
+def created(rules, model=MODEL):
   layout = spmd.Layout({'stage': 2, 'data': 4}, rules)
-  return layout, layout.init(MODEL.init, jax.random.key(0), TOKENS[:1], boxed=False)
+  return layout, layout.init(model.init, jax.random.key(0), TOKENS[:1])
 
 
 def totals(compiled):
@@ -68,15 +79,11 @@ def totals(compiled):
   return flops, wire
 
 
-@pytest.mark.parametrize('rules', [DATA_PARALLEL, FSDP], ids=['data parallel', 'fsdp'])
-@pytest.mark.parametrize(
-  'shape', [(BATCH,), (MICROBATCHES, BATCH // MICROBATCHES)], ids=['split', 'rows']
-)
+@pytest.mark.parametrize(('rules', 'shape'), [(DATA_PARALLEL, 'split'), (FSDP, 'rows')])
 def test_a_batch_of_the_host_costs_what_a_sharded_one_does(rules, shape):
   layout, params = created(rules)
-  step = train_step if len(shape) == 1 else by_rows
-  batch = {'tokens': TOKENS.reshape(*shape, LENGTH)}
-  names = ('batch', None) if len(shape) == 1 else (None, 'batch', None)
+  step, batch = training(shape)
+  names = ('batch', None) if shape == 'split' else (None, 'batch', None)
   results, costs = [], []
   for one in (batch, layout.shard(batch, {'tokens': names})):
     compiled = layout.pipeline_jit(step, schedule=OneFOneB(2)).compile(params, one)
@@ -87,20 +94,21 @@ def test_a_batch_of_the_host_costs_what_a_sharded_one_does(rules, shape):
   assert_same(results[0], jax.jit(step)(jax.device_get(params), batch), 1e-4)
 
 
-@pytest.mark.parametrize(
-  'shape', [(BATCH,), (MICROBATCHES, BATCH // MICROBATCHES)], ids=['split', 'rows']
-)
-def test_fsdp_without_names_moves_parameters_and_no_activations(shape):
-  layout, params = created(FSDP)
-  step = train_step if len(shape) == 1 else by_rows
-  batch = {'tokens': TOKENS.reshape(*shape, LENGTH)}
-  _, wire = totals(layout.pipeline_jit(step, schedule=OneFOneB(2)).compile(params, batch))
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('names', [False, True], ids=['fsdp', 'names'])
+def test_parameters_move_and_activations_do_not(names, shape):
+  """Where nothing but the parameters has names, or nothing at all."""
+  layout, params = created((('batch', 'data'), ('embed', 'data')) if names else FSDP, Decoder(names))
+  step, batch = training(shape, Decoder(names))
+  compiled = layout.pipeline_jit(step, schedule=OneFOneB(2)).compile(params, batch)
+  _, wire = totals(compiled)
   once = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) * 3 / 4
   # a microbatch: parameters are gathered forward and backward, and gradients are summed by all-reduce
   assert wire < 1.1 * MICROBATCHES * (1 + 1 + 2) * once
+  assert_same(compiled(params, batch), jax.jit(step)(jax.device_get(params), batch), 1e-4)
 
 
-def test_fsdp_without_names_and_without_a_loop():
+def test_fsdp_without_a_loop():
   """Inference on a batch of the host: each device computes its examples; parameters are gathered once."""
   layout, params = created(FSDP)
   predict = layout.pipeline_jit(MODEL.apply)

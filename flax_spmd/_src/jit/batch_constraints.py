@@ -10,6 +10,9 @@ The batch dimensions follow from another trace, with twice the batch: they have 
 needs a rule, and the model may be of any library. That trace fails where a step has the size of its batch from
 elsewhere, as a constant. Then the batch dimensions are those of that size, if no other argument has a dimension of
 it. Where neither holds, the step stays as it is. All other dimensions stay open. Constraints never change values.
+
+The trace also shows which constraints are those of activations: of values that grow with the batch. A step with one
+stays as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, shards
+from flax_spmd._src.jit.constrained_results import names_axes
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
@@ -65,7 +69,7 @@ def with_batch_constraints(
         [_sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)]
       )
     larger = _larger(fn, batch, leaves)
-    size = _own_size(batch, leaves) if larger is None else None
+    size = _own_size(batch, leaves) if larger is None and not batch.is_named else None
     if larger is None and size is None:
       return fn(leaves)
     program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
@@ -104,6 +108,20 @@ def _own_size(batch: BatchLeaves, leaves: Sequence[Any]) -> int | None:
   return None if any(size in leaf.shape for leaf in others) else size
 
 
+def _is_decided(one: Any, larger: Any) -> bool:
+  """Whether a model with names decides about its batch: it constrains values of it, or has weights for parts of it.
+
+  Such parts are those of experts, over which tokens and not weights may have to move.
+  """
+  if one.primitive.name.startswith('ragged_dot'):
+    return True
+  grows = [a.aval.shape != b.aval.shape for a, b in zip(one.invars, larger.invars, strict=True)]
+  if one.primitive.name == 'dot_general':
+    _, (groups, _) = one.params['dimension_numbers']
+    return bool(groups) and any(grows) and not all(grows)
+  return any(grows) and names_axes(one)
+
+
 class _Writer:
   """Writes constraints into a program.
 
@@ -115,6 +133,7 @@ class _Writer:
 
   def __init__(self, batch: BatchLeaves, mesh: MeshLike, size: int | None = None):
     self._axes, self._mesh, self._size = batch.axes, mesh, size
+    self._is_named = batch.is_named
     self._shards = shards(mesh, batch.axes)
     self._written: dict[tuple[int, int], Any] = {}
     self._constraint = functools.cache(self._new_constraint)
@@ -149,7 +168,7 @@ class _Writer:
   def _equations(self, one: Any, larger: Any) -> Iterator[Any]:
     """An equation, and the constraints of its results."""
     name = one.primitive.name
-    if name != larger.primitive.name:
+    if name != larger.primitive.name or (self._is_named and _is_decided(one, larger)):
       raise _Unlike
     if name in _CALLS:
       params = {key: self._param(value, larger.params[key]) for key, value in one.params.items()}

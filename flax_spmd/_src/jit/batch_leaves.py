@@ -12,14 +12,16 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
 * the step does not return that argument;
 * another argument, the state, is on the mesh.
 
-If that state is sharded over some of the batch's axes (FSDP), no array has names, and nothing is constrained, the batch has
-to stay sharded throughout the step. If the state is not, one that is on no mesh yet is sharded as the step begins: every device would compute all of it.
+If that state is sharded over some of the batch's axes (FSDP) and nothing is constrained, the batch has to stay sharded
+throughout the step; see `is_decided_by_author`. If the state is not, a batch that is on no mesh yet is sharded as the step
+begins: every device would compute all of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
@@ -41,12 +43,14 @@ class BatchLeaves(NamedTuple):
     axes: the mesh axes of the examples.
     is_throughout: whether values that are computed from them have to be constrained, too.
     dimension: the dimension of the examples.
+    is_named: whether arrays of the state have names.
   """
 
   leaves: tuple[int, ...]
   axes: tuple[str, ...]
   is_throughout: bool = True
   dimension: int = 0
+  is_named: bool = False
 
 
 class _ArgumentArray(NamedTuple):
@@ -60,7 +64,7 @@ class _ArgumentArray(NamedTuple):
 
 def batch_leaves(
   dynamic: tuple[tuple, dict[str, Any]],
-  returned: Callable[[], Collection[int]],
+  returned: Callable[[], Set[int]],
   jaxpr: Any,
   mesh: MeshLike,
   rules: Rules,
@@ -78,8 +82,9 @@ def batch_leaves(
   arguments = list(_arguments(dynamic, mesh))
   placed = [leaf for argument in arguments for leaf in argument if leaf.sharding is not None]
   is_all_placed = all(leaf.sharding is not None for each in arguments for leaf in each if leaf.shape)
-  has_sharded, is_decided = any(map(_axes_of, placed)), has_constraints(jaxpr)
-  if not placed or (is_all_placed and (is_decided or not has_sharded)):
+  is_named, has_sharded = any(TreeNames(dynamic).statics), any(map(_axes_of, placed))
+  is_settled = not has_sharded or (not is_named and has_constraints(jaxpr))
+  if not placed or (is_all_placed and is_settled):
     return None
   out, default = returned(), axes_of_batches(mesh, rules)
   found = [
@@ -101,13 +106,39 @@ def batch_leaves(
     if each == axes and leaf.shape and leaf.shape[0] == size
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
-  is_throughout = any(set(_axes_of(leaf)).intersection(axes) for leaf in state)
+  over_axes = [leaf.position for leaf in state if set(_axes_of(leaf)).intersection(axes)]
+  is_throughout = bool(over_axes)
   if is_throughout:
-    is_decided = is_decided or any(TreeNames(dynamic).statics)
+    shapes = [leaf.shape for leaf in state]
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out.issuperset(over_axes))
   else:
     is_placed = any(leaf.sharding is not None for leaf in batch.values())
     is_decided = is_placed or is_constrained_over(jaxpr, axes)
-  return None if is_decided else BatchLeaves(tuple(sorted(batch)), axes, is_throughout)
+  found = BatchLeaves(tuple(sorted(batch)), axes, is_throughout, is_named=is_named)
+  return None if is_decided else found
+
+
+def is_decided_by_author(
+  jaxpr: Any, is_named: bool, shapes: Iterable[tuple[int, ...]], is_updated: bool
+) -> bool:
+  """Whether the author of a step has decided about activations, where its state is sharded over the batch's axes.
+
+  With names, that is by a constraint of anything but arrays of the state, which boxes constrain as they are opened, or by
+  a step that does not train: one for inference may well leave weights where they are.
+
+  Args:
+    jaxpr: the program.
+    is_named: whether arrays of the state have names.
+    shapes: the shapes of the state.
+    is_updated: whether the step returns all arrays that are sharded over the batch's axes.
+  """
+  if not is_named:
+    return has_constraints(jaxpr)
+  # a loop over layers opens boxes of slices, which lack one dimension; `remat_scan` those that lack more
+  slices = {
+    part for shape in shapes for count in range(len(shape) + 1) for part in combinations(shape, count)
+  }
+  return not is_updated or has_constraints(jaxpr, slices)
 
 
 def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:

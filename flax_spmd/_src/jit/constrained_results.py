@@ -6,7 +6,7 @@ a result's shape, anywhere in the function, is likely to reach it: the compiler 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def results_of_constrained_shapes(jaxpr: Any) -> list[bool]:
   shapes = {
     tuple(equation.outvars[0].aval.shape)
     for equation in compat.equations_in(jaxpr)
-    if equation.primitive.name in ('sharding_constraint', 'reshard') and _names_axes(equation)
+    if equation.primitive.name in ('sharding_constraint', 'reshard') and names_axes(equation)
   }
   return [tuple(variable.aval.shape) in shapes for variable in compat.jaxpr_parts(jaxpr).outputs]
 
@@ -49,14 +49,22 @@ def result_memories(jaxpr: Any) -> list[str]:
   return ['pinned_host' if space is jax.memory.Space.Host else 'device' for space in spaces]
 
 
-def has_constraints(jaxpr: Any) -> bool:
-  """Whether anything in a program names mesh axes: a constraint that is not open in every dimension, or a `shard_map`."""
-  return any(map(_names_axes, compat.equations_in(jaxpr)))
+def has_constraints(jaxpr: Any, shapes: Container[tuple[int, ...]] = ()) -> bool:
+  """Whether anything in a program names mesh axes: a constraint that is not open in every dimension, or a `shard_map`.
+
+  Args:
+    jaxpr: the program.
+    shapes: constraints of values of these shapes do not count.
+  """
+  return any(
+    equation.primitive.name != 'sharding_constraint' or equation.outvars[0].aval.shape not in shapes
+    for equation in filter(names_axes, compat.equations_in(jaxpr))
+  )
 
 
 def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
   """Whether a constraint in a program shards a dimension over some mesh axes, or anything in it but constraints names axes."""
-  for equation in filter(_names_axes, compat.equations_in(jaxpr)):
+  for equation in filter(names_axes, compat.equations_in(jaxpr)):
     sharding = equation.params.get('sharding')
     if equation.primitive.name != 'sharding_constraint' or not isinstance(sharding, NamedSharding):
       return True
@@ -65,7 +73,8 @@ def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
   return False
 
 
-def _names_axes(equation: Any) -> bool:
+def names_axes(equation: Any) -> bool:
+  """Whether an operation is a constraint that is not open in every dimension, or a `shard_map`."""
   name = equation.primitive.name
   if name != 'sharding_constraint':
     return name in ('reshard', 'shard_map')
@@ -77,7 +86,7 @@ def _is_constrained(variable: Any, made_by: dict[Any, Any], known: dict[int, lis
   if equation is None:  # a literal or an input
     return False
   name = equation.primitive.name
-  if name in ('sharding_constraint', 'reshard') and _names_axes(equation):
+  if name in ('sharding_constraint', 'reshard') and names_axes(equation):
     return True
   if name in (*_PASSED_THROUGH, 'sharding_constraint'):
     return _is_constrained(equation.invars[0], made_by, known)

@@ -28,7 +28,7 @@ from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
-from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves, is_decided_by_author
 from flax_spmd._src.jit.constrained_results import has_constraints, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
@@ -74,6 +74,7 @@ from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
+from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
@@ -199,7 +200,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     with compat.without_mesh():  # a block around the call may have set one of another size
       jaxpr, result = jax.make_jaxpr(function, return_shape=True)(request.avals)
       known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
-      batch = self._unconstrained_batch(jaxpr, request)
+      batch = self._unconstrained_batch(jaxpr, request, result)
       if batch is not None:
         rewritten = with_batch_constraints(function, batch, abstract)
         jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
@@ -214,12 +215,13 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     times = {'trace': time.perf_counter() - begin}
     return TracedPipelineStep(jaxpr, setting, request, result, planned, self._donations(request), times)
 
-  def _unconstrained_batch(self, jaxpr: Any, request: Request) -> BatchLeaves | None:
+  def _unconstrained_batch(self, jaxpr: Any, request: Request, result: Any) -> BatchLeaves | None:
     """The arguments whose examples have to be constrained throughout the step; None if it needs no constraints."""
     setting, mesh = self._setting, self._setting.ranks[0].abstract_mesh
-    is_named = any(TreeNames(request.treedef.unflatten(request.avals)).statics)
-    is_open = any(map(any, request.specs)) and not is_named and not has_constraints(jaxpr)
-    if not setting.constrain_batch or not is_open:
+    dynamic = request.treedef.unflatten(request.avals)
+    is_named = any(TreeNames(dynamic).statics)
+    is_settled = not any(map(any, request.specs)) or (not is_named and has_constraints(jaxpr))
+    if not setting.constrain_batch or is_settled:
       return None
     try:
       step = microbatch_loop.read_step(jaxpr, mesh, request.specs)
@@ -228,7 +230,18 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     if step.loop.once:
       return batch_leaves(self._known_arguments(request), set, jaxpr, setting.mesh, setting.rules)
     rows, specs = step.loop.body.rows.values(), dict(zip(step.arguments, request.specs, strict=True))
-    return sources_of_rows([*rows], step.loop.count, step.batch, specs, mesh, setting.batch_axes)
+    found = sources_of_rows([*rows], step.loop.count, step.batch, specs, mesh, setting.batch_axes)
+    if found is None:
+      return None
+    state = [number for number in range(len(request.specs)) if number not in found.leaves]
+    axes_of = {number: axis_names(tuple(request.specs[number])) for number in state}
+    over_axes = {number for number in state if not set(found.axes).isdisjoint(axes_of[number])}
+    shapes, is_updated = (
+      [request.avals[n].shape for n in state],
+      over_axes.issubset(successors(result, dynamic)),
+    )
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, is_updated)
+    return None if is_decided or not over_axes else found._replace(is_named=is_named)
 
   def _known_arguments(self, request: Request) -> Any:
     """The dynamic arguments with their shardings on the whole mesh; those of an argument on the host are unknown."""

@@ -71,7 +71,7 @@ def sources_of_rows(
   mesh: MeshLike,
   batch_axes: tuple[str, ...],
 ) -> BatchLeaves | None:
-  """The arguments whose examples have to stay sharded throughout a step, where nothing in it is constrained.
+  """The arguments that the rows come from, with the dimension and the mesh axes of their examples.
 
   Args:
     rows: the arrays of the batch.
@@ -81,8 +81,7 @@ def sources_of_rows(
     mesh, batch_axes: as of `constrained_batch`.
 
   Returns:
-    None unless other arguments are sharded over the axes of the batch, as by FSDP, and all microbatches have one number
-    of examples, in one dimension of all arguments.
+    None unless all microbatches have one number of examples, in one dimension of all arguments, and the axes divide it.
   """
   sizes = _examples(rows)
   found: dict[int, tuple[int, tuple[str, ...]]] = {}
@@ -94,10 +93,7 @@ def sources_of_rows(
   if len({*found.values()}) != 1:
     return None
   [(dimension, axes)] = {*found.values()}
-  state = [spec for position, spec in enumerate(specs.values()) if position not in found]
-  of_state = {axis for spec in state for entry in spec for axis in axis_names(entry)}
-  is_sharded = _divide(sizes, mesh, axes) and not of_state.isdisjoint(axes)
-  return BatchLeaves(tuple(found), axes, dimension=dimension) if is_sharded else None
+  return BatchLeaves(tuple(found), axes, dimension=dimension) if _divide(sizes, mesh, axes) else None
 
 
 def _dimension(shape: tuple[int, ...], count: int, sizes: set[int]) -> int | None:
