@@ -370,3 +370,27 @@ def test_leaves_of_other_shapes_that_may_be_missing_and_unused(tmp_path, seed):
     assert str(caught.value).endswith(
       "or keep the target's value of another shape: Changes(missing='regex', unused='regex')."
     )
+
+
+@pytest.mark.parametrize(
+  'inner', [{'params': {'w': 1}}, {'params': {'w': 1}, 'w': 2}, {'params': 1, 'stats': 2}]
+)
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_part_with_a_part_of_its_own_name(tmp_path, inner, whole):
+  """As in a `TrainState` whose `params` are all variables of a model, `{'params': ...}`."""
+  layout = spmd.Layout({'data': 8}, ())
+  state = jax.tree.map(jnp.float32, {'params': inner, 'step': 3})
+  checkpoint.save(tmp_path / 'a', state, layout)
+  target = layout.abstract(lambda: state if whole else state['params'])
+  changes = Changes(only='params')
+  assert checkpoint.restore(tmp_path / 'a', target, changes=changes) == state['params']
+  assert not checkpoint.preflight(tmp_path / 'a', target, changes=changes).problems
+
+
+def test_a_part_that_a_rename_takes_out_of_one_of_its_name(tmp_path):
+  layout = spmd.Layout({'data': 8}, ())
+  w = jnp.float32(1)
+  checkpoint.save(tmp_path / 'a', {'params': {'params': {'w': w}}}, layout)
+  target = layout.abstract(lambda: {'params': {'w': w}, 'step': 3})
+  changes = Changes(only='params', renames={'^params/params': 'params'})
+  assert checkpoint.restore(tmp_path / 'a', target, changes=changes) == {'w': w}

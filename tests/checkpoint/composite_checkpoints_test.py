@@ -185,7 +185,7 @@ def test_a_damaged_item(written, tmp_path):
       copy = gone / child.relative_to(path)
       copy.parent.mkdir(parents=True, exist_ok=True)
       copy.write_bytes(child.read_bytes())
-  with pytest.raises(errors.CheckpointDamagedError, match=r'cannot be read: .*\nFix: '):
+  with pytest.raises(errors.CheckpointDamagedError, match=r'cannot be read: .*\nFix: restore another'):
     checkpoint.restore(gone, state)
   assert_same(checkpoint.restore(gone / 'params', state['params']), state['params'])
 

@@ -45,6 +45,7 @@ def odd(like=lambda x: x):
     'list': [like(np.ones(4, np.float16)), {'deep': like(np.ones((2, 2), np.int8))}],
     'step': 7,
     'rate': 0.25,
+    'is_frozen': True,
     'none': None,
     'empty': {},
     'nothing': (),
@@ -181,12 +182,22 @@ def test_numbers_and_empties(tmp_path, writer):
   restored = checkpoint.restore(path, odd())
   assert jax.tree.structure(restored) == jax.tree.structure(state)
   assert (restored['step'], restored['rate']) == (7, 0.25) and type(restored['step']) is int
+  assert restored['is_frozen'] is True
   assert_equal(jax.tree.map(np.asarray, odd()), jax.tree.map(np.asarray, restored))
   arrays = OTHER.abstract(lambda: jax.tree.map(jnp.asarray, odd()))
   assert int(checkpoint.restore(path, arrays)['step']) == 7
+  assert checkpoint.restore(path, arrays)['is_frozen'].dtype == bool
   tree = checkpoint.restore(path, layout=OTHER)
   assert (tree['step'], tree['rate']) == (7, 0.25)
   assert tree['opt'][0]['mu']['w'].tolist() == list(range(8))
+
+
+def test_a_save_that_casts_numbers_too(tmp_path):
+  state = {'step': 7, 'w': jnp.arange(8.0)}
+  half = jax.tree.map(lambda x: v0.SaveArgs(dtype=jnp.dtype('bfloat16')), state)
+  v0.PyTreeCheckpointer().save(tmp_path / 'a', state, save_args=half)
+  restored = checkpoint.restore(tmp_path / 'a', layout=OTHER)
+  assert restored['step'] == 7.0 and restored['w'].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize('writer', [by_standard, by_pytree, by_v1])

@@ -84,6 +84,12 @@ def test_states_of_others(tmp_path, state, writer):
   assert_matches_target(restored, target)
 
 
+def test_a_typed_key_below_a_name_with_a_dot(tmp_path):
+  v1.save(tmp_path / 'a', {'layers.0': {'rng': keys('rbg', (2,))}})
+  restored = checkpoint.restore(tmp_path / 'a', layout=LAYOUT)['layers.0']['rng']
+  assert_equal(restored, keys('rbg', (2,)))
+
+
 def test_keys_that_do_not_fit(tmp_path):
   """uint32[4] is no threefry key; keys of one implementation are none of another."""
   v1.save(tmp_path / 'raw', {'a': np.zeros(4, np.uint32), 'b': np.zeros((2, 3), np.uint32)})

@@ -126,6 +126,15 @@ def test_what_is_no_array(tmp_path):
     checkpoint.restore(file, layout=LAYOUT)
 
 
+def test_a_complex_number_of_python_fits_nothing(tmp_path):
+  file = tmp_path / 'a.msgpack'
+  file.write_bytes(serialization.to_bytes({'phase': 1j, 'w': np.ones(2, np.float32)}))
+  with pytest.raises(errors.CheckpointMismatchError) as caught:
+    checkpoint.restore(file, {'phase': np.complex64(0), 'w': np.ones(2, np.float32)})
+  text = 'phase: a Python complex in the checkpoint, complex64[] in the target.'
+  assert str(caught.value).splitlines()[1] == text
+
+
 def test_one_leaf_of_easylm(tmp_path):
   (tmp_path / 'streaming_params').write_bytes(easylm({'w': np.ones(4, np.float32)}))
   assert_bits(

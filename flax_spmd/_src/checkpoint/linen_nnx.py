@@ -72,9 +72,9 @@ def linen_nnx_changes(
     Changes(renames={'^params/layers_(\\d+)/': 'layers/\\1/'})
   """
   with joint('linen_nnx_changes', f'The comparison with {path_text(path)}'):
-    prepared = targets.of_tree(target, changes.only)
-    variables = targets.variables_of(target, changes.only)
     reader = open_checkpoint(path)
+    prepared = targets.of_tree(target, changes, reader.record.leaves)
+    variables = targets.variables_of(target, changes, reader.record.leaves)
     derivation = _Derivation(saved_side(reader, NO_CHANGES), prepared.side, variables, changes)
     derived = derivation.changes()
     problems = derivation.problems()

@@ -188,10 +188,11 @@ def restore_with(
     async_save.finish()
     changes, limit = request.changes, request.limit
     check_bytes(limit=limit, memory=request.memory)
-    prepared = _prepared(target, request)
+    _check_arguments(target, request)
 
     def read(source: Source | None) -> tuple[Any, Result]:
       reader = reader_of(path, source)
+      prepared = _prepared(target, request, reader)
       check_parts(reader, changes, prepared.values if prepared else ())
 
       def planned(reader: CheckpointReader) -> tuple[RestoreTarget, Preflight]:
@@ -272,14 +273,15 @@ def preflight(
   """
   check_bytes(limit=limit)
   request = RestoreRequest(changes, layout, mesh, rules)
-  prepared = _prepared(target, request)
+  _check_arguments(target, request)
   reader = open_checkpoint(path)
+  prepared = _prepared(target, request, reader)
   check_parts(reader, changes, prepared.values if prepared else ())
   return plan_restore(reader, prepared or _of_record(reader, request), changes, limit)
 
 
-def _prepared(target: Any, request: RestoreRequest) -> RestoreTarget | None:
-  """The restore target of a tree; None without a tree."""
+def _check_arguments(target: Any, request: RestoreRequest) -> None:
+  """Raises for arguments that no checkpoint could fit."""
   changes, layout, mesh, rules, *_ = request
   check_is_changes(changes)
   if not isinstance(layout, Layout | None):
@@ -287,14 +289,16 @@ def _prepared(target: Any, request: RestoreRequest) -> RestoreTarget | None:
       f'layout={shown(value_text(layout))} is no layout.\n'
       'Fix: pass a Layout; a mesh is passed as mesh=, a table as rules=, and a plan as the target.'
     )
-  if target is None:
-    return None
-  if not layout is mesh is rules is None:
+  if target is not None and not layout is mesh is rules is None:
     raise TargetError(
       'layout=, mesh= and rules= are for a restore without a target; a target has its own shardings.\n'
       'Fix: leave them out, leave the target out, or plan the target with that layout.'
     )
-  return targets.of_tree(target, changes.only)
+
+
+def _prepared(target: Any, request: RestoreRequest, reader: CheckpointReader) -> RestoreTarget | None:
+  """The restore target of a tree; None without a tree."""
+  return None if target is None else targets.of_tree(target, request.changes, reader.record.leaves)
 
 
 def _of_record(reader: CheckpointReader, request: RestoreRequest) -> RestoreTarget:

@@ -70,13 +70,14 @@ class RestoreTarget(NamedTuple):
   build: Callable[[Sequence[Any]], Any]
 
 
-def of_tree(tree: Any, only: str | None) -> RestoreTarget:
+def of_tree(tree: Any, changes: Changes, saved: Iterable[str]) -> RestoreTarget:
   """The target for a tree.
 
   Args:
     tree: a plan, the result of `layout.abstract(...)`, or an existing state.
-    only: path of the part of the checkpoint to restore. The target is the tree's own part at that path; a
-      tree without that path is itself the part.
+    changes: if they select a part of the checkpoint, the target is the tree's own part at that path; a tree without that
+      path is itself the part.
+    saved: paths in the checkpoint. If its part has such a part in turn (`params/params`), so has the tree's.
 
   Raises:
     TargetError: leaves have no shape, dtype or sharding (lists all of them).
@@ -85,22 +86,25 @@ def of_tree(tree: Any, only: str | None) -> RestoreTarget:
   if isinstance(tree, Plan):
     tree = tree.abstract()
     named = named.box(tree)
-  inner = _part(tree, only)
+  only = changes.only
+  part = functools.partial(_part, only=only, is_nested=_is_nested(changes, saved))
+  inner = part(tree)
   flat = skeleton.flatten(box_trees.plain(inner))
   paths = [_below(only, path) for path in skeleton.paths(flat.skeleton)]
   values = by_path(paths, flat.leaves)
   _check(values)
   leaves = {
     path: describe(value, given)
-    for (path, value), given in zip(values.items(), _names(named, only), strict=True)
+    for (path, value), given in zip(values.items(), _names(named, part), strict=True)
   }
   kinds = {_below(only, path): kind for path, kind in flat.kinds.items()}
   return RestoreTarget(values, Side(leaves, kinds), functools.partial(box_trees.rebuilt, inner))
 
 
-def variables_of(tree: Any, only: str | None) -> dict[str, Any]:
+def variables_of(tree: Any, changes: Changes, saved: Iterable[str]) -> dict[str, Any]:
   """The variable of NNX around each leaf of a target that has one, by path; see `of_tree`."""
-  inner = _part(tree.abstract() if isinstance(tree, Plan) else tree, only)
+  only, is_nested = changes.only, _is_nested(changes, saved)
+  inner = _part(tree.abstract() if isinstance(tree, Plan) else tree, only, is_nested)
   units = jax.tree.leaves(inner, is_leaf=box_trees.is_unit)
   flat = skeleton.flatten(box_trees.plain(inner))
   around = [unit for unit in units for _ in jax.tree.leaves(unit)]
@@ -109,13 +113,13 @@ def variables_of(tree: Any, only: str | None) -> dict[str, Any]:
   return {path: unit for path, unit in pairs if compat.is_variable_type(type(unit))}
 
 
-def _names(tree: Any, only: str | None) -> list[Any]:
+def _names(tree: Any, part: Callable[[Any], Any]) -> list[Any]:
   """The logical names of each leaf of a part of a tree: mesh axes do not give a dimension its meaning.
 
   They are those in the whole tree, since an array may get its names from another part.
   """
   named = jax.tree.structure(tree).unflatten(map(_Names, leaf_names(tree, logical_only=True)))
-  return [leaf.names for leaf in jax.tree.leaves(_part(named, only))]
+  return [leaf.names for leaf in jax.tree.leaves(part(named))]
 
 
 class _Names:
@@ -132,14 +136,28 @@ def _below(only: str | None, path: str) -> str:
   return only if path == skeleton.ROOT else f'{only}/{path}'
 
 
-def _part(tree: Any, only: str | None) -> Any:
-  """The part of a tree at a path; the whole tree if it has no such part."""
+def _is_nested(changes: Changes, saved: Iterable[str]) -> bool:
+  """Whether the part of a checkpoint to restore has a part at the same path in turn."""
+  inner = f'{changes.only}/{changes.only}/'
+  return changes.only is not None and any(
+    f'{new}/'.startswith(inner) for path in saved for new in renamed(changes, path)
+  )
+
+
+def _part(tree: Any, only: str | None, is_nested: bool = False) -> Any:
+  """The part of a tree at a path; the whole tree if it has no such part, or should have one in it and has none."""
+  part = _at(tree, only)
+  return tree if part is None or (is_nested and _at(part, only) is None) else part
+
+
+def _at(tree: Any, only: str | None) -> Any:
+  """The part of a tree at a path; None if it has none."""
   node = tree
   for name in (only or '').split('/') if only else ():
     children = skeleton.one_level(node)
     matches = [child for keys, child in children if keys and str(key_value(keys[0])) == name]
     if not matches:
-      return tree
+      return None
     node = matches[0]
   return node
 

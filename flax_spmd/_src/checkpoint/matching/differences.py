@@ -291,7 +291,7 @@ def _other_dtype(
 
 def _of_number(path: str, converted: LeafRecord, target: LeafRecord, text: str) -> Iterator[Problem]:
   """A Python number fits into an array of its kind that can represent it, and vice versa."""
-  if _kind(converted) != _kind(target):
+  if _kind(converted) != _kind(target) or (converted.is_number and converted.dtype not in NUMBERS):
     yield Problem(text, _LEAF_FIX)
   elif (
     converted.value is not None and not target.is_number and not _holds(target.dtype, converted.value)

@@ -23,6 +23,7 @@ def context(
   memory: int | None = None,
   largest: int = 0,
   of_stages: bool = False,
+  whole: bool = False,
 ) -> ocp.Context:
   """Orbax's context for the reads and writes of `flax_spmd.checkpoint`.
 
@@ -31,14 +32,15 @@ def context(
     compress: whether to compress the data.
     memory: most bytes in flight between devices and storage.
     largest: bytes of the largest array. Orbax requires `memory` to be larger, so it is raised if needed.
-    of_stages: whether arrays are on devices of one process of several. Then the first copy of each array is
-      written; else each copy writes a part.
+    of_stages: whether arrays are on devices of one process of several.
+    whole: whether the first copy of each array is written; else each copy writes a part. So it is with `of_stages`.
   """
   options = ocp.Context()
   options.array.saving.use_compression = compress
   options.array.saving.ocdbt_target_data_file_size = _FILE_SIZE
   if of_stages:
     store_absent_arrays()
+  if of_stages or whole:
     options.array.saving.use_replica_parallel = False
   # In the background, a folder that cannot be made leaves threads waiting for it for minutes.
   options.asynchronous.create_directories_asynchronously = False

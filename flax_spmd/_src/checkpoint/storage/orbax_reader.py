@@ -42,6 +42,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
+from flax_spmd._src.compat import describe_numbers
 from flax_spmd._src.data.host_values import placed, put
 from flax_spmd._src.joint_call import first_line
 from flax_spmd.errors import CheckpointDamagedError, raise_problems
@@ -271,15 +272,16 @@ def foreign_record(path: epath.Path, part: str | None) -> Record:
   check_names(path, part)
   flat = skeleton.flatten(_foreign_tree(path, part))
   leaves = by_path(skeleton.paths(flat.skeleton), [_foreign_leaf(leaf) for leaf in flat.leaves])
-  for name, dtype in _random_keys(path / part if part else path).items():
-    leaf = leaves.get(name)
-    if leaf is not None and leaf.shape:
+  keys = _random_keys(path / part if part else path)
+  for name, leaf in leaves.items():
+    dtype = keys.get(name.replace('/', '.'))
+    if dtype is not None and leaf.shape:
       leaves[name] = LeafRecord(leaf.shape[:-1], dtype)
   return Record(flat.skeleton, leaves, {}, None, 'orbax')
 
 
 def _random_keys(folder: epath.Path) -> dict[str, str]:
-  """The dtypes of arrays of random keys, by path. Orbax describes such an array as its key data."""
+  """The dtypes of arrays of random keys, by keys joined by dots. Orbax describes such an array as its key data."""
   dtypes = {}
   for file in (folder / _ARRAYS).iterdir() if (folder / _ARRAYS).is_dir() else ():
     for entry in read_metadata(file, folder).get('array_metadatas') or ():
@@ -288,15 +290,16 @@ def _random_keys(folder: epath.Path) -> dict[str, str]:
       extra = array.get('ext_metadata')
       dtype = key_dtype(extra.get('random_key_impl')) if isinstance(extra, dict) else None
       if dtype is not None:
-        dtypes[str(array.get('param_name')).replace('.', '/')] = dtype
+        dtypes[str(array.get('param_name')).replace('/', '.')] = dtype
   return dtypes
 
 
 def _foreign_tree(path: epath.Path, part: str | None) -> Any:
   """A tree with Orbax's metadata of each leaf as its leaves."""
+  describe_numbers()
   try:
     tree = ocp.metadata(path, checkpointable_name=part).metadata
-    reason = 'Orbax returns no metadata, as for a state that contains a Python bool'
+    reason = 'Orbax returns no metadata'
   except Exception as error:  # of many kinds
     refused = refusal(error, path)
     if refused is not None:
@@ -305,7 +308,7 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
   if tree is None:
     raise CheckpointDamagedError(
       f'Checkpoint {path} cannot be read: {reason}.\n'
-      'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
+      'Fix: restore another checkpoint; or, if orbax.checkpoint loads this one, save the result with flax_spmd.checkpoint.save.'
     )
   return tree
 
