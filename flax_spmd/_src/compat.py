@@ -1797,19 +1797,18 @@ def store_absent_arrays() -> None:
 def describe_numbers() -> None:
   """Makes Orbax describe every Python number that it saves and restores.
 
-  Orbax 0.12.8 fails at states with a bool, or with a number that `SaveArgs(dtype=)` has made one of bfloat16.
-
-  Raises:
-    AttributeError, ImportError: the installed Orbax has another structure.
+  Orbax 0.12.8 fails at states with a bool, or with a number that `SaveArgs(dtype=)` has made one of bfloat16. An Orbax of
+  another structure stays as it is.
   """
-  from orbax.checkpoint.experimental.v1._src.serialization import scalar_leaf_handler
+  with contextlib.suppress(ImportError, AttributeError):
+    from orbax.checkpoint.experimental.v1._src.serialization import scalar_leaf_handler
 
-  kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
-  type_of = scalar_leaf_handler._np_dtype_to_python_type
-  scalar_leaf_handler._np_dtype_to_python_type = lambda dtype: (
-    next((kind for kind, dtypes in kinds.items() if jnp.issubdtype(dtype, dtypes)), None)
-    or type_of(dtype)
-  )
+    kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
+    type_of = scalar_leaf_handler._np_dtype_to_python_type
+    scalar_leaf_handler._np_dtype_to_python_type = lambda dtype: (
+      next((kind for kind, dtypes in kinds.items() if jnp.issubdtype(dtype, dtypes)), None)
+      or type_of(dtype)
+    )
 
 
 def orbax_kvstore(path: str) -> Any:
