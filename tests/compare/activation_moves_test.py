@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import flax_spmd as spmd
 from flax_spmd.explore import TrainStep, compare
@@ -14,14 +15,16 @@ BATCH, LENGTH = 2048, 16
 
 
 class Model(nn.Module):
-  """A model without names on its parameters, for one batch size, which a parameter has too."""
+  """A model for one batch size, which a parameter has too; its parameters have no names, or those of their dimensions."""
 
   constrained: bool
+  named: bool
 
   @nn.compact
   def __call__(self, tokens):
     def param(name, shape):
-      return self.param(name, nn.initializers.normal(), shape)
+      init, names = nn.initializers.normal(), tuple({32: 'embed'}.get(size) for size in shape)
+      return self.param(name, spmd.with_logical_partitioning(init, names) if self.named else init, shape)
 
     table = param('table', (61, 32))
     positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
@@ -34,8 +37,8 @@ class Model(nn.Module):
     return x @ table.T + param('bias', (BATCH,)).mean()
 
 
-def train_step(constrained):
-  model = Model(constrained)
+def train_step(constrained, named):
+  model = Model(constrained, named)
 
   def step(params, tokens):
     def loss_of(params):
@@ -48,20 +51,21 @@ def train_step(constrained):
   return TrainStep(step, create, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
 
 
-def findings(constrained, rules):
+def findings(constrained, rules, named=False):
   layouts = {'only': spmd.Layout(spmd.abstract_mesh({'data': 8}), rules)}
-  comparison = compare(train_step(constrained), layouts, 'cpu:8')
+  comparison = compare(train_step(constrained, named), layouts, 'cpu:8')
   return [text for text in comparison['only'].program.findings if 'activations' in text]
 
 
-def test_activations_that_move_are_reported_with_the_line_that_mends_it():
-  fsdp = (('batch', 'data'), spmd.fsdp('data', min_size=64))
-  [found] = findings(False, fsdp)
+@pytest.mark.parametrize('named', [False, True])
+def test_activations_that_move_are_reported_with_the_line_that_mends_it(named):
+  fsdp = (('batch', 'data'), ('embed', 'data') if named else spmd.fsdp('data', min_size=64))
+  [found] = findings(False, fsdp, named)
   assert found.startswith('activations move: ')
   assert ' on the wire over data, ' in found
   assert found.endswith(
     ' of the parameters, which are sharded over it as the batch is. '
     "Fix: constrain the batch in each block of the model, x = with_logical_constraint(x, ('batch',))."
   )
-  assert findings(True, fsdp) == []
-  assert findings(False, (('batch', 'data'),)) == []
+  assert findings(True, fsdp, named) == []
+  assert findings(False, (('batch', 'data'),), named) == []

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from flax_spmd._src.hlo.counts import Counts
-from flax_spmd._src.jit.constrained_results import has_constraints
+from flax_spmd._src.jit.batch_leaves import is_decided_by_author
+from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.text import size_text
@@ -22,13 +23,14 @@ _SUSPICIOUS = 6  # times the bytes of the parameters; FSDP with remat needs 3
 
 
 def unconstrained_axes(state: Any, batch: Any, jaxpr: Any) -> tuple[str, ...]:
-  """The mesh axes that shard both the state and the batch of a step without any constraint.
+  """The mesh axes that shard both the state and the batch of a step that constrains no activation.
 
   Args:
     state, batch: the arguments, abstract and with shardings.
     jaxpr: the step, as traced.
   """
-  if has_constraints(jaxpr):
+  is_named = any(TreeNames(state).statics)
+  if is_decided_by_author(jaxpr, is_named, [leaf.shape for leaf in jax.tree.leaves(state)]):
     return ()
   of_state = _axes(state)
   return tuple(axis for axis in _axes(batch) if axis in of_state)

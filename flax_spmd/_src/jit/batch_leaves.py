@@ -128,7 +128,7 @@ def batch_leaves(
 
 
 def is_decided_by_author(
-  jaxpr: Any, is_named: bool, shapes: Iterable[tuple[int, ...]], is_updated: bool
+  jaxpr: Any, is_named: bool, shapes: Iterable[tuple[int, ...]], is_updated: bool = True
 ) -> bool:
   """Whether the author of a step has decided about activations, where its state is sharded over the batch's axes.
 
