@@ -285,12 +285,13 @@ TABLES = {
 }
 
 
-def of_names(table, model):
-  """A layout, a step of a model with names, and its arguments."""
+def of_names(table, model, has_size=False):
+  """A layout, a step of a model with names, and its arguments; `has_size`: the step is for one size of the batch."""
   layout, x = spmd.Layout(*TABLES[table]), np.ones((512, 8, 32), np.float32)
   params = layout.init(model.init, jax.random.key(0), x[:1])
 
   def step(params, x):
+    x = x + 0 * jnp.ones((512, 1, 1)) if has_size else x
     value, grads = jax.value_and_grad(lambda params: (model.apply(params, x) ** 2).mean())(params)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
@@ -299,9 +300,10 @@ def of_names(table, model):
 
 @pytest.mark.filterwarnings('ignore:.*adds an axis without a name')  # of remat_scan
 @pytest.mark.parametrize('table', TABLES)
-@pytest.mark.parametrize('stack', ['unrolled', 'scanned', 'remat_scan'])
+@pytest.mark.parametrize('stack', ['unrolled', 'scanned', 'remat_scan', 'one size'])
 def test_no_activation_moves_over_the_axis_of_the_batch_in_a_model_with_names(stack, table):
-  layout, step, args = of_names(table, Layers(stack))
+  has_size = stack == 'one size'
+  layout, step, args = of_names(table, Layers('unrolled' if has_size else stack), has_size)
   moved = layout.jit(step).explain(*args).collectives
   over_data = sum(each.collective.wire for each in moved if 'data' in each.collective.axes)
   held = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]))

@@ -67,7 +67,7 @@ def with_batch_constraints(
     larger = size = None
     if batch.is_throughout:
       larger = _larger(fn, batch, leaves)
-      size = _own_size(batch, leaves) if larger is None and not batch.is_named else None
+      size = _own_size(batch, leaves) if larger is None else None
       if larger is None and size is None:
         return fn(leaves)
     program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
@@ -109,20 +109,6 @@ def _own_size(batch: BatchLeaves, leaves: Sequence[Any]) -> int | None:
   size = leaves[batch.leaves[0]].shape[batch.dimension]
   others = (leaf for position, leaf in enumerate(leaves) if position not in batch.leaves)
   return None if any(size in leaf.shape for leaf in others) else size
-
-
-def _is_decided(one: Any, larger: Any) -> bool:
-  """Whether a model with names decides about its batch: it constrains values of it, or has weights for parts of it.
-
-  Such parts are those of experts, over which tokens and not weights may have to move.
-  """
-  if one.primitive.name.startswith('ragged_dot'):
-    return True
-  grows = [a.aval.shape != b.aval.shape for a, b in zip(one.invars, larger.invars, strict=True)]
-  if one.primitive.name == 'dot_general':
-    _, (groups, _) = one.params['dimension_numbers']
-    return bool(groups) and any(grows) and not all(grows)
-  return any(grows) and names_axes(one)
 
 
 class _Writer:
@@ -171,7 +157,7 @@ class _Writer:
   def _equations(self, one: Any, larger: Any) -> Iterator[Any]:
     """An equation, and the constraints of its results."""
     name = one.primitive.name
-    if name != larger.primitive.name or (self._is_named and _is_decided(one, larger)):
+    if name != larger.primitive.name or (self._is_named and self._is_decided(one, larger)):
       raise _Unlike
     if name in _CALLS:
       params = {key: self._param(value, larger.params[key]) for key, value in one.params.items()}
@@ -187,6 +173,22 @@ class _Writer:
     yield one.replace(outvars=[free])
     constraint = self._constraint(result.aval.shape, result.aval.dtype, dimension)
     yield constraint.replace(invars=[free], outvars=[result], source_info=one.source_info)
+
+  def _is_decided(self, one: Any, larger: Any) -> bool:
+    """Whether a model with names decides about its batch: it constrains values of it, or has weights for parts of it.
+
+    Such parts are those of experts, over which tokens and not weights may have to move.
+    """
+    if one.primitive.name.startswith('ragged_dot'):
+      return True
+    shapes = (
+      (each.aval.shape, other.aval.shape) for each, other in zip(one.invars, larger.invars, strict=True)
+    )
+    of_batch = [other != shape if self._size is None else self._size in shape for shape, other in shapes]
+    if one.primitive.name == 'dot_general':
+      _, (groups, _) = one.params['dimension_numbers']
+      return bool(groups) and any(of_batch) and not all(of_batch)
+    return any(of_batch) and names_axes(one)
 
   def _batch_dimension(self, one: Any, larger: Any) -> int | None:
     """The first dimension of an operation's result that is of the batch; None if it does not divide.
