@@ -285,13 +285,16 @@ TABLES = {
 }
 
 
+EXPERTS = {'data': 8}, (('batch', 'data'), ('expert', 'data'), ('embed', 'data'))
+
+
 def of_names(table, model, has_size=False):
   """A layout, a step of a model with names, and its arguments; `has_size`: the step is for one size of the batch."""
-  layout, x = spmd.Layout(*TABLES[table]), np.ones((512, 8, 32), np.float32)
+  layout, x = spmd.Layout(*table), np.ones((1024, 8, 32), np.float32)
   params = layout.init(model.init, jax.random.key(0), x[:1])
 
   def step(params, x):
-    x = x + 0 * jnp.ones((512, 1, 1)) if has_size else x
+    x = x + 0 * jnp.ones((1024, 1, 1)) if has_size else x
     value, grads = jax.value_and_grad(lambda params: (model.apply(params, x) ** 2).mean())(params)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
@@ -300,10 +303,11 @@ def of_names(table, model, has_size=False):
 
 @pytest.mark.filterwarnings('ignore:.*adds an axis without a name')  # of remat_scan
 @pytest.mark.parametrize('table', TABLES)
-@pytest.mark.parametrize('stack', ['unrolled', 'scanned', 'remat_scan', 'one size'])
+@pytest.mark.parametrize('stack', ['unrolled', 'scanned', 'remat_scan', 'one size', 'experts'])
 def test_no_activation_moves_over_the_axis_of_the_batch_in_a_model_with_names(stack, table):
   has_size = stack == 'one size'
-  layout, step, args = of_names(table, Layers('unrolled' if has_size else stack), has_size)
+  model = Layers(stack if 'scan' in stack else 'unrolled', experts=2 if stack == 'experts' else 0)
+  layout, step, args = of_names(TABLES[table], model, has_size)
   moved = layout.jit(step).explain(*args).collectives
   over_data = sum(each.collective.wire for each in moved if 'data' in each.collective.axes)
   held = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]))
@@ -315,9 +319,9 @@ def test_no_activation_moves_over_the_axis_of_the_batch_in_a_model_with_names(st
 @pytest.mark.parametrize('case', ['constrained', 'experts', 'inference'])
 @pytest.mark.parametrize('stack', ['unrolled', 'scanned'])
 def test_what_the_author_of_a_model_with_names_has_decided_stays(stack, case):
-  """Constrained activations; experts, whose tokens may move; weights that stay where they are for inference."""
-  model = Layers(stack, case == 'constrained', 2 if case == 'experts' else 0)
-  layout, step, args = of_names('fsdp', model)
+  """Constrained activations; experts over the axis of the batch, to which tokens move; weights of inference, which may stay."""
+  model = Layers(stack, case == 'constrained', 8 if case == 'experts' else 0)
+  layout, step, args = of_names(EXPERTS, model)
   step = model.apply if case == 'inference' else step
   one, other = (
     re.findall(

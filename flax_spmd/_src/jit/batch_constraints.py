@@ -157,7 +157,7 @@ class _Writer:
   def _equations(self, one: Any, larger: Any) -> Iterator[Any]:
     """An equation, and the constraints of its results."""
     name = one.primitive.name
-    if name != larger.primitive.name or (self._is_named and self._is_decided(one, larger)):
+    if name != larger.primitive.name or (self._is_named and self._constrains_batch(one, larger)):
       raise _Unlike
     if name in _CALLS:
       params = {key: self._param(value, larger.params[key]) for key, value in one.params.items()}
@@ -174,21 +174,13 @@ class _Writer:
     constraint = self._constraint(result.aval.shape, result.aval.dtype, dimension)
     yield constraint.replace(invars=[free], outvars=[result], source_info=one.source_info)
 
-  def _is_decided(self, one: Any, larger: Any) -> bool:
-    """Whether a model with names decides about its batch: it constrains values of it, or has weights for parts of it.
-
-    Such parts are those of experts, over which tokens and not weights may have to move.
-    """
-    if one.primitive.name.startswith('ragged_dot'):
-      return True
-    shapes = (
-      (each.aval.shape, other.aval.shape) for each, other in zip(one.invars, larger.invars, strict=True)
+  def _constrains_batch(self, one: Any, larger: Any) -> bool:
+    """Whether an operation constrains a value that grows with the batch."""
+    shapes = zip(one.invars, larger.invars, strict=True) if names_axes(one) else ()
+    return any(
+      value.aval.shape != other.aval.shape if self._size is None else self._size in value.aval.shape
+      for value, other in shapes
     )
-    of_batch = [other != shape if self._size is None else self._size in shape for shape, other in shapes]
-    if one.primitive.name == 'dot_general':
-      _, (groups, _) = one.params['dimension_numbers']
-      return bool(groups) and any(of_batch) and not all(of_batch)
-    return any(of_batch) and names_axes(one)
 
   def _batch_dimension(self, one: Any, larger: Any) -> int | None:
     """The first dimension of an operation's result that is of the batch; None if it does not divide.

@@ -21,7 +21,7 @@ those that are on no mesh yet are sharded as the step begins: every device would
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from flax_spmd._src import compat
 from flax_spmd._src.jit.constrained_results import has_constraints, is_constrained_over
 from flax_spmd._src.mesh import MeshLike, axis_sizes, placed_sharding
 from flax_spmd._src.names.tree_names import TreeNames
@@ -115,11 +116,15 @@ def batch_leaves(
     if each == axes and leaf.shape and leaf.shape[0] in sizes
   }
   state = [leaf for argument in arguments for leaf in argument if leaf.position not in batch]
-  over_axes = [leaf.position for leaf in state if set(_axes_of(leaf)).intersection(axes)]
+  over_axes = {
+    leaf.position: over
+    for leaf in state
+    if leaf.sharding is not None and (over := sizes_over(leaf.shape, leaf.sharding.spec, axes))
+  }
   is_throughout = bool(over_axes and unlike) and len(sizes) == 1
   if is_throughout:
-    shapes = [leaf.shape for leaf in state]
-    is_decided = is_decided_by_author(jaxpr, is_named, shapes, out >= {*over_axes})
+    shapes, over = [leaf.shape for leaf in state], set().union(*over_axes.values())
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes, over, out >= over_axes.keys())
   else:
     is_decided = _is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
   if is_decided:
@@ -127,18 +132,29 @@ def batch_leaves(
   return BatchLeaves(tuple(sorted(batch)), axes, is_throughout, is_named=is_named)
 
 
+def sizes_over(shape: Sequence[int], spec: Iterable[Any], axes: Collection[str]) -> set[int]:
+  """The sizes of an array's dimensions that are sharded over some of these mesh axes."""
+  return {size for size, entry in zip(shape, spec) if not {*axis_names(entry)}.isdisjoint(axes)}
+
+
 def is_decided_by_author(
-  jaxpr: Any, is_named: bool, shapes: Iterable[tuple[int, ...]], is_updated: bool = True
+  jaxpr: Any,
+  is_named: bool,
+  shapes: Iterable[tuple[int, ...]],
+  over: Container[int] = (),
+  is_updated: bool = True,
 ) -> bool:
   """Whether the author of a step has decided about activations, where its state is sharded over the batch's axes.
 
-  With names, that is by a constraint of anything but arrays of the state, which boxes constrain as they are opened, or by
-  a step that does not train: one for inference may well leave weights where they are.
+  With names, that is by a constraint of anything but arrays of the state, which boxes constrain as they are opened; by
+  experts over these axes, as tokens move to them; or by a step that does not train: one for inference may well leave
+  weights where they are.
 
   Args:
     jaxpr: the program.
     is_named: whether arrays of the state have names.
     shapes: the shapes of the state.
+    over: the sizes of the state's dimensions over the batch's axes.
     is_updated: whether the step returns all arrays that are sharded over the batch's axes.
   """
   if not is_named:
@@ -147,7 +163,20 @@ def is_decided_by_author(
   slices = {
     part for shape in shapes for count in range(len(shape) + 1) for part in combinations(shape, count)
   }
-  return not is_updated or has_constraints(jaxpr, slices)
+  if not is_updated or has_constraints(jaxpr, slices):
+    return True
+  return any(_is_of_experts(equation, over, slices) for equation in compat.equations_in(jaxpr))
+
+
+def _is_of_experts(equation: Any, over: Container[int], slices: Container[tuple[int, ...]]) -> bool:
+  """Whether an operation multiplies parts of a batch by weights of their own, which a dimension of one of these sizes counts."""
+  shapes = [tuple(each.aval.shape) for each in equation.invars]
+  if equation.primitive.name.startswith('ragged_dot'):
+    return shapes[1][0] in over
+  if equation.primitive.name != 'dot_general':
+    return False
+  _, (groups, _) = equation.params['dimension_numbers']
+  return any(shapes[0][at] in over for at in groups) and any(shape in slices for shape in shapes)
 
 
 def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:

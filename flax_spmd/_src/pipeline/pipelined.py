@@ -28,7 +28,7 @@ from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
-from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves, is_decided_by_author
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves, is_decided_by_author, sizes_over
 from flax_spmd._src.jit.constrained_results import has_constraints, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
@@ -74,7 +74,6 @@ from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
-from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
@@ -234,13 +233,14 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     if found is None:
       return None
     state = [number for number in range(len(request.specs)) if number not in found.leaves]
-    axes_of = {number: axis_names(tuple(request.specs[number])) for number in state}
-    over_axes = {number for number in state if not set(found.axes).isdisjoint(axes_of[number])}
-    shapes, is_updated = (
-      [request.avals[n].shape for n in state],
-      over_axes.issubset(successors(result, dynamic)),
+    shapes = {number: request.avals[number].shape for number in state}
+    each = {number: sizes_over(shapes[number], request.specs[number], found.axes) for number in state}
+    over_axes = {number: sizes for number, sizes in each.items() if sizes}
+    over, is_updated = (
+      set().union(*over_axes.values()),
+      over_axes.keys() <= {*successors(result, dynamic)},
     )
-    is_decided = is_decided_by_author(jaxpr, is_named, shapes, is_updated)
+    is_decided = is_decided_by_author(jaxpr, is_named, shapes.values(), over, is_updated)
     return None if is_decided or not over_axes else found._replace(is_named=is_named)
 
   def _known_arguments(self, request: Request) -> Any:
