@@ -234,6 +234,7 @@ def test_parameters_with_names_move_and_activations_do_not(momentum):
   moved = fsdp.jit(step).explain(model, optimizer, x).collectives
   assert 0 < sum(each.collective.wire for each in moved) < 5 * held < x.nbytes
   apply = lambda model, x: model(x)
+  x = fsdp.shard(x, ('batch', None))
   texts = [fsdp.jit(apply, constrain_batch=each).lower(model, x).as_text() for each in (True, False)]
   assert texts[0] == texts[1]  # weights may stay where they are for inference
   np.testing.assert_allclose(fsdp.jit(step)(model, optimizer, x), expected, rtol=1e-5)
