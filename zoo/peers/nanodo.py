@@ -5,6 +5,9 @@ import numpy as np
 import sources
 from case import Case, entry
 
+SIZES = {'D': 32, 'H': 4, 'L': 16, 'N': 2, 'F': 64, 'dtype': 'float32'}
+TOKENS = np.random.default_rng(0).integers(1, 64, (16, 16)).astype('int32')
+
 
 @entry('nanodo', 'nanodo', annotated='`with_partitioning`')
 def nanodo() -> Case:
@@ -17,12 +20,11 @@ def nanodo() -> Case:
   from nanodo.configs import default
 
   config = default.get_config()
-  config.model = ConfigDict({'D': 32, 'H': 4, 'L': 16, 'N': 2, 'F': 64, 'dtype': 'float32'})
+  config.model = ConfigDict(SIZES)
   module, get_loss_fn = model_factory.get_model_and_loss(config, 64)
-  tokens = np.random.default_rng(0).integers(1, 64, (16, 16)).astype('int32')
 
   def create(key):
-    params = module.init(key, tokens[:1])['params']
+    params = module.init(key, TOKENS[:1])['params']
     return TrainState.create(
       apply_fn=module.apply, params=params, tx=optimizer.get_optimizer(config.opt)
     )
@@ -34,7 +36,7 @@ def nanodo() -> Case:
   return Case(
     create,
     step,
-    tokens,
+    TOKENS,
     (jax.random.key(0),),
     rules=(),
     partitioner=lambda state, mesh: nn.get_sharding(state, mesh),
