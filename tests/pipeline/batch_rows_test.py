@@ -1,4 +1,4 @@
-"""Batches that are on no mesh, and models without names: devices compute their share, and activations do not move."""
+"""Batches that are on no mesh, and models that constrain no activation: devices compute their share, and activations do not move."""
 
 import flax.linen as nn
 import jax

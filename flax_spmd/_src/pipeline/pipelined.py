@@ -236,10 +236,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     shapes = {number: request.avals[number].shape for number in state}
     each = {number: sizes_over(shapes[number], request.specs[number], found.axes) for number in state}
     over_axes = {number: sizes for number, sizes in each.items() if sizes}
-    over, is_updated = (
-      set().union(*over_axes.values()),
-      over_axes.keys() <= {*successors(result, dynamic)},
-    )
+    over = set().union(*over_axes.values())
+    is_updated = over_axes.keys() <= {*successors(result, dynamic)}
     is_decided = is_decided_by_author(jaxpr, is_named, shapes.values(), over, is_updated)
     return None if is_decided or not over_axes else found._replace(is_named=is_named)
 
