@@ -438,7 +438,7 @@ class Layout:
       constrain_batch: whether a step that does not constrain its batch keeps it sharded. The batch is an argument that
         is sharded over dimension 0, or that is on no mesh yet, such as an array of NumPy. If the step returns arrays like
         those of an argument, it is taken for a state, unless no other argument can be the batch. A batch on no
-        mesh is sharded by the rule for `batch`, if there is one. Where the state is sharded over the axes of the batch (FSDP)
+        mesh is sharded by the rule for `batch`, if there is one; a warning names a batch for which that is impossible. Where the state is sharded over the axes of the batch (FSDP)
         and no activation is constrained, the batch stays sharded throughout: the step is then traced three times, the
         second time with twice the batch. Left as they are, if parameters have names: experts over these axes, and steps
         that do not return all parameters.
