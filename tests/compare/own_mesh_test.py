@@ -219,6 +219,27 @@ def test_a_search_without_the_axes_of_the_model():
   )
 
 
+def test_a_search_over_the_axes_of_a_constraint_without_a_mesh():
+  """As EasyLM and Praxis write them; a model's `init` has them, too."""
+
+  def halved(x):
+    return jax.lax.with_sharding_constraint(x / 2, P('data'))
+
+  train_step = TrainStep(
+    lambda w, x: (w, jnp.sum(halved(x) @ w)), lambda: halved(jnp.ones((EMBED, EMBED))), X
+  )
+  with pytest.raises(SearchError) as error:
+    search(train_step, TARGET, candidates=2, top=1)
+  assert (
+    re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
+    == dedent("""\
+    The model cannot be built without the mesh axes that it uses: MeshAxisError: The constraint P('data',) at own_mesh_test.py:1 uses mesh axis 'data', but the mesh is {'all': 1}.
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+  )
+  result = search(train_step, TARGET, mesh={'data': -1}, candidates=2, top=1)
+  assert result.layout.mesh.shape == {'data': 8} and result.outcomes[0].source == 'compiled:cpu'
+
+
 def test_a_search_over_the_mesh_on_which_a_model_creates_its_state():
   mesh = spmd.abstract_mesh({'data': 8})
   doubled = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P('data'), out_specs=P('data'))

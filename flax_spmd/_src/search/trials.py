@@ -37,7 +37,14 @@ from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
-from flax_spmd.errors import EstimatorError, LayoutError, MeshError, PipelineError, SearchError
+from flax_spmd.errors import (
+  EstimatorError,
+  LayoutError,
+  MeshAxisError,
+  MeshError,
+  PipelineError,
+  SearchError,
+)
 
 Choices = tuple[tuple[str, Any], ...]
 """Arguments of the step, as name and value."""
@@ -143,7 +150,7 @@ def _facts_without_estimator(task: SearchTask) -> ModelFacts:
   try:
     return facts_of(task.train_step, task.axes)
   except Exception as error:
-    if isinstance(task.train_step, TrainStep) and not isinstance(error, MeshError):
+    if isinstance(task.train_step, TrainStep) and not isinstance(error, (MeshError, MeshAxisError)):
       raise
     problem = f'on the mesh {dict(task.axes)}' if task.axes else 'without the mesh axes that it uses'
     text = '\n'.join(filter(str.strip, str(error).split('\nFix: ')[0].splitlines()))
