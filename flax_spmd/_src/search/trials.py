@@ -6,7 +6,8 @@
     trials.compile([candidate])    # results of the target's own compiler
 
 Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib
-has no estimator, outcomes are compiled instead, which takes seconds each.
+has no estimator, outcomes are compiled instead, which takes seconds each. A step that uses mesh axes itself is
+partitioned for each candidate.
 """
 
 from __future__ import annotations
@@ -122,10 +123,15 @@ class TaskVariant(NamedTuple):
   cache: EstimateCache | None
   reason: str = ''
 
+  @property
+  def partitions_each(self) -> str:
+    """Why each candidate is partitioned, or ''."""
+    return self.estimator.reason if self.estimator else ''
+
   def on(self, target: Target) -> TaskVariant:
     """The variant on another number of the same chips; it is not lowered again."""
     task = self.task._replace(target=target)
-    if self.estimator is None:
+    if self.cache is None:
       return self._replace(task=task)
     return self._replace(task=task, cache=open_cache(_identity(task, self.facts), target, task.fresh))
 
@@ -139,6 +145,8 @@ def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
       estimator = Estimator(task.train_step, platform=platform)
     except EstimatorError as error:
       return TaskVariant(task, None, _facts_without_estimator(task), None, str(error).splitlines()[0])
+    if estimator.reason:
+      return TaskVariant(task, estimator, _facts_without_estimator(task), None)
     found = estimator.names, estimator.parameter_names, estimator.together
     facts = facts_of(task.train_step, {}, *found)
     cache = open_cache(_identity(task, facts), task.target, task.fresh)
@@ -235,7 +243,9 @@ class Trials:
       if variant.estimator is None:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
-        self._uncorrected[candidate] = self._estimate(variant, name, layout)
+        outcome = self._uncorrected[candidate] = self._estimate(variant, name, layout)
+        if outcome.source == PARTITIONED:
+          self.partitioned[candidate] = outcome
         self._update(candidate)
     return self.estimated[candidate]
 
@@ -257,6 +267,8 @@ class Trials:
   def partition(self, candidate: Candidate) -> None:
     """Takes the partitioned step in the place of an estimate; `correct_by` then takes it for equal candidates, too."""
     self.outcome(candidate)
+    if candidate in self.partitioned:
+      return
     variant, layout = self.variant(candidate.choices), layout_of(candidate, self.batch)
     self.partitioned[candidate] = self._estimate(variant, self.name(candidate), layout, True)
     self._known[self._key(candidate)] = candidate
@@ -306,7 +318,7 @@ class Trials:
     return (candidate.choices, estimate.memory, estimate.counts) if estimate.counts else candidate
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
-    if self.checked_by is None or variant.estimator is None:
+    if self.checked_by is None or variant.estimator is None or outcome.source == PARTITIONED:
       return outcome
     return corrected(outcome, self.checked_by, self.task.target, self.memory, variant.estimator.dtype)
 
@@ -384,7 +396,10 @@ def _estimate(variant: TaskVariant, name: str, layout: Layout, partition: bool) 
     try:
       target = variant.task.target
       outcome = variant.estimator.estimate(layout, target, partition=partition)._replace(name=name)
-    except LayoutError as error:
+    except Exception as error:
+      fails_alone = variant.estimator.reason and not isinstance(variant.task.train_step, TrainStep)
+      if not fails_alone and not isinstance(error, (LayoutError, EstimatorError)):
+        raise  # on every other mesh, too; a function of the layout may need axes that this mesh lacks
       outcome = Outcome.failed(name, layout, str(error))._replace(source=ESTIMATED)
     if variant.cache:
       variant.cache.add(outcome)
