@@ -1388,7 +1388,13 @@ def partition_program(code: bytes, devices: np.ndarray) -> str:
 
 def hlo_text(module: bytes, partitions: int) -> str:
   """The text of a serialized HLO module; its number of partitions is not serialized."""
-  text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+  hlo = cast(Any, jax_lib).hlo
+  parsed = hlo.HloModule.from_serialized_hlo_module_proto(module)
+  text = parsed.to_string()
+  if 'splash_m' in text:  # kernels of attention, whose masks are constants
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    text = parsed.to_string(options)
   header, end, rest = text.partition('\n')
   return f'{header}, num_partitions={partitions}{end}{rest}'
 

@@ -248,3 +248,27 @@ def test_text_of_the_installed_jax():
     origin(one.attributes.get('metadata', ''), found.frames).source.startswith('parser_test.py:')
     for one in every
   )
+
+
+def test_an_attribute_of_several_lines_does_not_end_a_computation():
+  """As the metadata of a kernel of Pallas, in JSON."""
+  text = dedent("""\
+    HloModule m, num_partitions=2
+
+    %inner (p: f32[4]) -> f32[4] {
+      ROOT %p = f32[4] parameter(0)
+    }
+    ENTRY %main (x: f32[4]) -> f32[4] {
+      %x = f32[4]{0} parameter(0)
+      %kernel = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+    "xprof_metadata":"{\\"block_q\\": 128}",
+      "more": {
+    }
+    }}, metadata={op_name="jit(f)/kernel"}
+      ROOT %sum = f32[4]{0} all-reduce(%kernel), replica_groups={{0,1}}, to_apply=%inner
+    }
+    """)
+  main = parse(text).main
+  assert list(main.instructions) == ['x', 'kernel', 'sum'] and main.root == 'sum'
+  kernel = main.instructions['kernel'].attributes
+  assert kernel['metadata'] == '{op_name="jit(f)/kernel"}' and '128' in kernel['frontend_attributes']

@@ -20,6 +20,7 @@ from flax_spmd._src.hlo.flops import custom_call_target, flops
 from flax_spmd._src.hlo.hbm_traffic import traffic
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
 from flax_spmd._src.hlo.source_frames import Frames, origin
+from flax_spmd._src.hlo.splash_attention import splash_flops
 from flax_spmd._src.hlo.trip_counts import State, Trips, entering, trips, unchanging, unsure_text
 from flax_spmd._src.hlo.work import Product, Work
 
@@ -215,6 +216,8 @@ class _Counter(NamedTuple):
         return called
       return called._replace(work=_of_kernel(called.work.flops, moved).work)
     work = flops(one, inside)
+    if work is None and op == 'custom-call':
+      work = splash_flops(one, inside, self.module)
     opaque = ((custom_call_target(one) or one.op, 1),) if work is None else ()
     return _of_kernel(work or 0, moved)._replace(opaque=opaque)
 

@@ -202,11 +202,13 @@ def parse(text: str) -> HloModule:
         first = min(first, number)
         name, body = head[2], []
         entry = name if head[1] else entry
-    elif line.startswith('}'):
+    elif line.startswith('}') and _is_end(lines, number):
       computations[name] = _computation(name, body)
       body = None
-    else:
+    elif _START.match(line) or not body:
       body.append(line)
+    else:  # the rest of an attribute of several lines
+      body[-1] += line
   if entry not in computations:
     raise ValueError('This is not an HLO module: it has no ENTRY computation.')
   header = lines[:first]
@@ -246,6 +248,12 @@ def _head(line: str) -> re.Match[str] | None:
   if not line.endswith('{') or line[:1].isspace() or line.startswith('HloModule'):
     return None
   return _HEAD.match(line)
+
+
+def _is_end(lines: list[str], number: int) -> bool:
+  """Whether a line with a brace ends a computation, rather than an attribute of several lines, such as a kernel's metadata."""
+  after = lines[number + 1] if number + 1 < len(lines) else ''
+  return not after.strip() or bool(_head(after))
 
 
 def _computation(name: str, lines: list[str]) -> Computation:

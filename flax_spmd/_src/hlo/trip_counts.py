@@ -16,7 +16,7 @@ from typing import NamedTuple
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction
 
 _KNOWN = re.compile(r'known_trip_count\\?"?:\s*\{\\?"?n\\?"?:\s*\\?"?(\d+)')
-_THROUGH = ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start', 'opt-barrier')
+THROUGH = ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start', 'opt-barrier')
 _PASSES = {
   'LT': operator.lt,
   'LE': operator.le,
@@ -113,7 +113,7 @@ def unsure_text(trips: Trips) -> str:
 def entering(loop: Instruction, computation: Computation, module: HloModule, state: State) -> State:
   """The constant elements of a loop's initial state, by index."""
   initial = next(iter(computation.operands(loop)), None)
-  while initial is not None and initial.op in _THROUGH:
+  while initial is not None and initial.op in THROUGH:
     initial = next(iter(computation.operands(initial)), None)
   if initial is None or initial.op != 'tuple':
     return {}
@@ -181,7 +181,7 @@ class _Integers:
   ) -> AffineValue | None:
     """The integer that an instruction computes from known ones."""
     op, operands = instruction.op, tuple(map(known.get, instruction.operands))
-    if op in _THROUGH:
+    if op in THROUGH:
       return operands[0] if operands else None
     if not _is_integer(instruction):
       return None
@@ -219,7 +219,7 @@ class _ConditionAnalysis(NamedTuple):
       called = self.integers.called(test)
       values = map(self.integers.inside(inside, given).get, test.operands)
       return self._allowed(called.result, called, tuple(values)) if called else UNKNOWN
-    if test.op in _THROUGH:
+    if test.op in THROUGH:
       return self._allowed(next(iter(inside.operands(test)), None), inside, given)
     number = self._compared(test, inside, given) if test.op == 'compare' else None
     return UNKNOWN if number is None else Trips(number, 'condition')
