@@ -42,6 +42,7 @@ from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.planned_traces import (
   JitProgram,
+  TakesModules,
   TracedFunction,
   Unplanned,
   may_run_again,
@@ -89,10 +90,6 @@ class CallPlan(NamedTuple):
   program: JitProgram
   results: tuple[PlannedResult, ...]
   function: Any
-
-
-class _TakesModules(Exception):
-  """Raised while a call is planned: its arguments or its result have NNX modules."""
 
 
 class Jitted(UnderLayout, Generic[P, Result]):
@@ -209,7 +206,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       try:
         with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
           return self._planned_for(*self._prepared(args, kwargs))[0]
-      except _TakesModules:
+      except TakesModules:
         self._modular = self._made_modular()
     return self._modular.call('plan_of', args, kwargs)
 
@@ -299,7 +296,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     if self._modular is None:
       try:
         return self._apply_planned(method, args, kwargs)
-      except _TakesModules:
+      except TakesModules:
         self._modular = self._made_modular()
     return self._modular.call(method, args, kwargs)
 
@@ -448,15 +445,13 @@ class Jitted(UnderLayout, Generic[P, Result]):
         return planned
       dynamic = self._arguments.dynamic(*self._arguments.without_static_objects(args, kwargs))
       if has_modules(dynamic, self._arguments.named_path):
-        raise _TakesModules
+        raise TakesModules
       dynamic = self._arguments.dynamic(args, kwargs)
       inputs = self._inputs_of_call(dynamic, kwargs)
       known = dynamic if inputs is None else with_shardings(dynamic, inputs.shardings)
       anchored = not self._is_on_mesh(known)
       traced = self._traced.trace(anchored, args, kwargs)
       result = traced.out_info
-      if has_modules(result):
-        raise _TakesModules
       check_meshes(traced.jaxpr, self._mesh)
       warn_of_grouped_convolutions(self._name, traced.jaxpr, self._mesh, self.reported)
       constrained = results_of_constrained_shapes(traced.jaxpr)
