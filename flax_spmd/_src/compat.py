@@ -1124,6 +1124,16 @@ def live_program(jaxpr: Any) -> Any:
   return partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[0]
 
 
+def needs_primitive(jaxpr: Any, name: str) -> bool:
+  """Whether results of a program need an operation outside of `shard_map`."""
+
+  def contains(program: Any) -> bool:
+    equations = equations_in(program, lambda one: one.primitive.name != 'shard_map')
+    return any(each.primitive.name == name for each in equations)
+
+  return contains(jaxpr) and contains(live_program(jaxpr))
+
+
 # -- lowered programs, and Shardy's propagation in them
 
 
@@ -1278,19 +1288,61 @@ class Convolution(NamedTuple):
   result: ConvolutionArray
 
 
-def propagated_convolutions(lowered: Any, sizes: Mapping[str, int]) -> list[Convolution]:
-  """The convolutions of a lowered program, without those of `shard_map`.
+class ProductArray(NamedTuple):
+  """An operand or the result of a product.
+
+  Attributes:
+    shape: its shape.
+    axes: mesh axes per dimension, of more than one shard, parts of an axis by its name.
+    shards: number of shards per dimension.
+  """
+
+  shape: tuple[int, ...]
+  axes: tuple[tuple[str, ...], ...]
+  shards: tuple[int, ...]
+
+
+class Product(NamedTuple):
+  """A matrix product in a lowered program.
+
+  Attributes:
+    location: the text of its MLIR location.
+    left, right: its operands, sharded as Shardy's propagation chooses.
+    result: its result.
+    summed: the dimensions that are summed over, of the left and of the right operand.
+    sources: for each dimension of the result, that of the left and that of the right operand; None for one without it.
+  """
+
+  location: str
+  left: ProductArray
+  right: ProductArray
+  result: ProductArray
+  summed: tuple[tuple[int, int], ...]
+  sources: tuple[tuple[int | None, int | None], ...]
+
+
+class PropagatedOperations(NamedTuple):
+  """The operations of a lowered program that XLA may compute wrongly."""
+
+  convolutions: list[Convolution]
+  products: list[Product]
+
+
+def propagated_operations(lowered: Any, sizes: Mapping[str, int]) -> PropagatedOperations:
+  """The convolutions and the products of a lowered program, without those of `shard_map`.
 
   Args:
     lowered: the program.
     sizes: size per mesh axis.
   """
+  found = PropagatedOperations([], [])
   with _propagated(lowered) as (_, copy):
-    return [
-      _propagated_convolution(op, sizes)
-      for op in _operations(copy)
-      if op.name == 'stablehlo.convolution'
-    ]
+    for op in _operations(copy):
+      if op.name == 'stablehlo.convolution':
+        found.convolutions.append(_propagated_convolution(op, sizes))
+      elif op.name == 'stablehlo.dot_general':
+        found.products.append(_propagated_product(op, sizes))
+  return found
 
 
 def _operations(op: Any) -> Iterator[Any]:
@@ -1319,12 +1371,28 @@ def _propagated_convolution(op: Any, sizes: Mapping[str, int]) -> Convolution:
 def _convolution_array(
   value: Any, spatial: tuple[int, ...], feature: int, sizes: Mapping[str, int]
 ) -> ConvolutionArray:
+  shape, axes, shards = _product_array(value, sizes)
+  return ConvolutionArray(shape, spatial, feature, axes, shards)
+
+
+def _propagated_product(op: Any, sizes: Mapping[str, int]) -> Product:
+  numbers = stablehlo.DotDimensionNumbers(op.attributes['dot_dimension_numbers'])
+  left, right, result = (_product_array(value, sizes) for value in (*op.operands, op.results[0]))
+  batches = [*zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True)]
+  summed = [*zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True)]
+  of_left, of_right = ({each[side] for each in (*batches, *summed)} for side in (0, 1))
+  rows = [(dim, None) for dim in range(len(left.shape)) if dim not in of_left]
+  columns = [(None, dim) for dim in range(len(right.shape)) if dim not in of_right]
+  return Product(str(op.location), left, right, result, (*summed,), (*batches, *rows, *columns))
+
+
+def _product_array(value: Any, sizes: Mapping[str, int]) -> ProductArray:
   shape = tuple(ir.RankedTensorType(value.type).shape)
   attribute = _sharding_of(value)
   listed = [[] for _ in shape] if attribute is None else _axis_references(attribute)
-  axes = tuple(tuple(axis.name for axis in each) for each in listed)
+  axes = tuple(tuple(axis.name for axis in each if _shards(axis, sizes) > 1) for each in listed)
   shards = tuple(math.prod(_shards(axis, sizes) for axis in each) for each in listed)
-  return ConvolutionArray(shape, spatial, feature, axes, shards)
+  return ProductArray(shape, axes, shards)
 
 
 def _shards(axis: Any, sizes: Mapping[str, int]) -> int:

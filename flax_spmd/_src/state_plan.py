@@ -28,13 +28,14 @@ from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import processes_that_compare
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.tree_names import leaf_names
+from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.plan.deviations import planned_memory
 from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.unmatched_paths import check_some_path_matches
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.strictness import check_state
-from flax_spmd._src.text import array_text
+from flax_spmd._src.text import array_text, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -83,6 +84,7 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
+    _check_arrays(state)
     leaves = jax.tree.leaves(state)
     self._shardings = list(map(_in_planned_memory, planner.leaf_shardings(state), leaves))
     check_some_path_matches(layout.rules, state, self._shardings)
@@ -219,6 +221,24 @@ def _differences(
     if path in given and planned[path] != given[path]
   ]
   return missing + more + other
+
+
+def _check_arrays(state: Any) -> None:
+  """Checks that NNX modules of a state have only arrays for data, as JAX's trees do. A function with them is jitted all the same.
+
+  Raises:
+    LayoutError: lists the others.
+  """
+  raise_problems(
+    [
+      Problem(
+        f'{path}: {value_text(leaf)} is no array, but part of what a module holds as data (`nnx.data`).',
+        'keep it apart from arrays, as nnx.static(...); or create this module apart, by layout.jit(...)().',
+      )
+      for path, leaf in leaves_with_paths(state)
+      if not hasattr(leaf, 'dtype')
+    ]
+  )
 
 
 def _in_planned_memory(sharding: NamedSharding, leaf: Any) -> NamedSharding:

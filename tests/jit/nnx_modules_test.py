@@ -387,3 +387,30 @@ def test_a_module_under_two_layouts_is_reported_and_moves(layout):
   assert model.up.kernel.sharding.mesh == other.mesh and not other.check(other.shard(model)).of(
     'not as planned'
   )
+
+
+class Accumulator(nnx.Module):
+  """Gradients, and beside them the dtypes that they are cast to, as data."""
+
+  def __init__(self, data):
+    self.dtypes = nnx.data(data)
+    self.total = nnx.Param(jnp.zeros((8, 8)), out_sharding=('embed', None))
+
+
+@pytest.mark.parametrize('data', [{'a': jnp.dtype('float32')}, {'a': 2, 'b': 0}])
+def test_a_module_whose_data_are_no_arrays_is_returned(data):
+  layout = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  module = layout.jit(lambda: (Accumulator(data), jnp.ones((8, 8))))()[0]
+  assert module.dtypes == data
+  assert module.total.sharding.spec == P('data', None)
+
+
+def test_a_state_whose_data_are_no_arrays_is_an_error_that_lists_them():
+  layout = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  with pytest.raises(LayoutError) as error:
+    layout.init(lambda: {'gradients': Accumulator({'a': jnp.dtype('float32'), 'b': 2})})
+  assert str(error.value) == (
+    "gradients/dtypes/a: dtype('float32') is no array, but part of what a module holds as data (`nnx.data`).\n"
+    'gradients/dtypes/b: 2 is no array, but part of what a module holds as data (`nnx.data`).\n'
+    'Fix: keep it apart from arrays, as nnx.static(...); or create this module apart, by layout.jit(...)().'
+  )

@@ -50,9 +50,9 @@ def gradient(model, layout=None):
 @pytest.mark.parametrize('kind', [Patches, nn.jit(Patches), nn.remat(Patches)])
 def test_convolutions_that_no_result_needs_are_not_lowered(kind, monkeypatch):
   lowered = []
-  propagated = compat.propagated_convolutions
+  propagated = compat.propagated_operations
   monkeypatch.setattr(
-    compat, 'propagated_convolutions', lambda *args: lowered.append(1) or propagated(*args)
+    compat, 'propagated_operations', lambda *args: lowered.append(1) or propagated(*args)
   )
   model, key = kind(), jax.random.key(0)
   LAYOUT.plan(model.init, key, IMAGES)

@@ -36,11 +36,13 @@ from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
+from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.planned_traces import (
   JitProgram,
+  TakesModules,
   TracedFunction,
   Unplanned,
   may_run_again,
@@ -55,7 +57,6 @@ from flax_spmd._src.jit.required_shardings import (
   put,
   with_shardings,
 )
-from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.steady_calls import SteadyCalls
 from flax_spmd._src.jit.whole_batches import warn_of_whole_batches
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
@@ -90,10 +91,6 @@ class CallPlan(NamedTuple):
   program: JitProgram
   results: tuple[PlannedResult, ...]
   function: Any
-
-
-class _TakesModules(Exception):
-  """Raised while a call is planned: its arguments or its result have NNX modules."""
 
 
 class Jitted(UnderLayout, Generic[P, Result]):
@@ -210,7 +207,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       try:
         with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
           return self._planned_for(*self._prepared(args, kwargs))[0]
-      except _TakesModules:
+      except TakesModules:
         self._modular = self._made_modular()
     return self._modular.call('plan_of', args, kwargs)
 
@@ -300,7 +297,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     if self._modular is None:
       try:
         return self._apply_planned(method, args, kwargs)
-      except _TakesModules:
+      except TakesModules:
         self._modular = self._made_modular()
     return self._modular.call(method, args, kwargs)
 
@@ -449,15 +446,13 @@ class Jitted(UnderLayout, Generic[P, Result]):
         return planned
       dynamic = self._arguments.dynamic(*self._arguments.without_static_objects(args, kwargs))
       if has_modules(dynamic, self._arguments.named_path):
-        raise _TakesModules
+        raise TakesModules
       dynamic = self._arguments.dynamic(args, kwargs)
       inputs = self._inputs_of_call(dynamic, kwargs)
       known = dynamic if inputs is None else with_shardings(dynamic, inputs.shardings)
       anchored = not self._is_on_mesh(known)
       traced = self._traced.trace(anchored, args, kwargs)
       result = traced.out_info
-      if has_modules(result):
-        raise _TakesModules
       check_meshes(traced.jaxpr, self._mesh)
       warn_of_grouped_convolutions(self._name, traced.jaxpr, self._mesh, self.reported)
       constrained = results_of_constrained_shapes(traced.jaxpr)
@@ -477,17 +472,17 @@ class Jitted(UnderLayout, Generic[P, Result]):
       program = JitProgram(inputs, outputs, anchored, batch, hosted)
       if program not in self.functions:
         self.functions[program] = self._traced.jit(program)
-      self._check_windows(traced.jaxpr, self.functions[program], args, kwargs)
+      self._check_operations(traced.jaxpr, self.functions[program], args, kwargs)
       planned = self._by_signature[signature] = CallPlan(program, results, self.functions[program])
       return planned
 
-  def _check_windows(self, jaxpr: Any, function: Any, args, kwargs) -> None:
-    """Lowers a program with convolutions, as the call does after it, to find those that XLA may compute wrongly."""
-    lowered = isinstance(self._mesh, Mesh) and trace_context.trace is NO_TRACE
-    if lowered and has_windows(jaxpr, self._mesh):
-      with planned_traces():
-        programs = [function.lower(*args, **kwargs)]
-        warn_of_sharded_windows(self._name, programs, self._mesh, self.reported)
+  def _check_operations(self, jaxpr: Any, function: Any, args, kwargs) -> None:
+    """Lowers a program, as the call does after it, to find operations that XLA may compute wrongly, if it may have any."""
+    if not isinstance(self._mesh, Mesh) or trace_context.trace is not NO_TRACE:
+      return
+    with planned_traces():
+      lower = lambda: [function.lower(*args, **kwargs)]
+      warn_of_doubtful_operations(self._name, jaxpr, lower, self._mesh, self.reported)
 
   def _is_on_mesh(self, dynamic: Any) -> bool:
     """Whether any argument is sharded on the layout's mesh, which makes the program one for all its devices."""

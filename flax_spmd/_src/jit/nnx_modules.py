@@ -195,7 +195,7 @@ class ModulePlans:
 
   def results(self, updated: Updated, dynamic: Any, constrained: Sequence[bool]) -> list[PlannedResult]:
     """The plan of each leaf of an `Updated`; the new value of a variable is sharded as the variable is."""
-    numbers = jax.tree.structure(updated).unflatten(range(len(constrained)))
+    numbers = _numbered(updated)
     planned = dict.fromkeys(range(len(constrained)), PlannedResult(None))
     arguments = _viewed(dynamic)
     described = zip(
@@ -357,7 +357,11 @@ def _updated_leaves(updated: Updated, dynamic: Any) -> set[int]:
 
 def _numbered(tree: Any) -> Any:
   structure = jax.tree.structure(tree)
-  return structure.unflatten(range(structure.num_leaves))
+  return structure.unflatten(map(_Number, range(structure.num_leaves)))
+
+
+class _Number(int):
+  """The number of a leaf, unlike an integer that a module holds beside its arrays."""
 
 
 def _filled(tree: Any) -> Any:
@@ -369,8 +373,8 @@ class _Filler:
 
 
 def _leaves(tree: Any) -> list[Any]:
-  """The leaves of a tree; None for a filler."""
-  return [None if leaf is _Filler else leaf for leaf in jax.tree.leaves(tree)]
+  """The numbers of a tree; None for a filler, and for what a module holds beside its arrays."""
+  return [leaf if isinstance(leaf, _Number) else None for leaf in jax.tree.leaves(tree)]
 
 
 def _variables(nodes: Mapping[int, Any]) -> list[Any]:

@@ -31,6 +31,11 @@ from flax_spmd._src.jit.resource_meshes import warn_of_unseen_mesh
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.names.nnx_variables import has_modules
+
+
+class TakesModules(Exception):
+  """Raised while a call is planned: its arguments or its result have NNX modules."""
 
 
 class Unplanned(Exception):
@@ -141,6 +146,8 @@ class TracedFunction:
       if batch is not None or fetches:
         return self._rewritten(anchored, batch, fetches, args, kwargs)
       result = self._under_layout(args, kwargs)
+      if has_modules(result):  # before JAX flattens them: parts of a module may be no arrays
+        raise TakesModules
       return _on_all_devices(result, self._mesh) if anchored else result
 
     return body

@@ -19,13 +19,15 @@ from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location, warn
 
 
-def warn_of_sharded_windows(name: str, programs: Iterable[Any], mesh: Any, reported: set[str]) -> None:
+def warn_of_sharded_windows(
+  name: str, convolutions: Iterable[compat.Convolution], devices: int, reported: set[str]
+) -> None:
   """Warns once of the convolutions of a function that XLA may compute wrongly.
 
   Args:
     name: the function.
-    programs: its lowered programs.
-    mesh: the mesh of the layout, or of a stage.
+    convolutions: those of its lowered programs.
+    devices: number of devices of the mesh, or of a stage.
     reported: the kinds of warnings already issued.
 
   Warns:
@@ -33,9 +35,7 @@ def warn_of_sharded_windows(name: str, programs: Iterable[Any], mesh: Any, repor
   """
   if 'windows' in reported:
     return
-  sizes = axis_sizes(mesh)
-  convolutions = (one for lowered in programs for one in compat.propagated_convolutions(lowered, sizes))
-  lines = list(dict.fromkeys(line for each in convolutions for line in _lines(each, mesh.size)))
+  lines = list(dict.fromkeys(line for each in convolutions for line in _lines(each, devices)))
   if lines:
     reported.add('windows')
     warn(
@@ -50,14 +50,8 @@ def warn_of_sharded_windows(name: str, programs: Iterable[Any], mesh: Any, repor
 
 def has_windows(jaxpr: Any, mesh: Any) -> bool:
   """Whether results of a program need convolutions, unlike those of a model's `init`, and its mesh has several axes."""
-  if sum(size > 1 for size in axis_sizes(mesh).values()) < 2:
-    return False
-  return _has_convolutions(jaxpr) and _has_convolutions(compat.live_program(jaxpr))
-
-
-def _has_convolutions(jaxpr: Any) -> bool:
-  equations = compat.equations_in(jaxpr, lambda one: one.primitive.name != 'shard_map')
-  return any(each.primitive.name == 'conv_general_dilated' for each in equations)
+  axes = sum(size > 1 for size in axis_sizes(mesh).values())
+  return axes > 1 and compat.needs_primitive(jaxpr, 'conv_general_dilated')
 
 
 def _lines(convolution: compat.Convolution, devices: int) -> Iterator[str]:

@@ -30,10 +30,10 @@ from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves, is_decided_by_author, sizes_over
 from flax_spmd._src.jit.constrained_results import has_constraints, results_of_constrained_shapes
+from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
-from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
@@ -456,9 +456,10 @@ class LoweredPipelineStep:
     mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
     self._check_agreement(stages)
     executables = stages.compile()
-    if has_windows(self._traced.jaxpr, setting.ranks[0]):
-      programs = (one.lowered for one in stages.programs.values())
-      warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
+    lowered = lambda: (one.lowered for one in stages.programs.values())
+    warn_of_doubtful_operations(
+      setting.name, self._traced.jaxpr, lowered, setting.ranks[0], setting.reported
+    )
     assembler = Assembler(stages, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1
