@@ -22,6 +22,7 @@ from flax_spmd.pipeline import (
   stage_end,
 )
 from tests.pipeline.cases import (
+  LAYOUT,
   OPTIMIZERS,
   PARAMS,
   STAGES,
@@ -172,6 +173,25 @@ def test_update_by_sums_over_all_stages(schedule):
     return new, loss, {'size': size, 'along': along, 'moved': moved}
 
   check(step, PARAMS, X, Y)
+
+
+def test_sums_over_the_parameters_of_all_stages(schedule):
+  """A weight penalty in the loss, and norms of the old parameters: each rank sums its own, and keeps no other's."""
+
+  def penalized(params, x, y):
+    return squared(params, x, y) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+
+  def step(params, x, y):
+    loss, grads = accumulate(
+      lambda one: jax.value_and_grad(penalized)(params, *one), (x, y), schedule, Mean
+    )
+    norms = jax.tree.map(jnp.linalg.norm, params)
+    return descend(params, grads), loss, norms, jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms)))
+
+  check(step, PARAMS, X, Y)
+  [state, *_], _ = LAYOUT.pipeline_jit(step).compile(PARAMS, X, Y).input_shardings
+  ranks = [{device.id // 2 for device in state[f'w{stage}'].device_set} for stage in range(STAGES)]
+  assert ranks == [{stage} for stage in range(STAGES)]
 
 
 def test_gradient_norms_of_stages(schedule):
