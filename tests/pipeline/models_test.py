@@ -206,6 +206,31 @@ def test_gradients_of_two_calls(schedule, interleaved):
   check(step, PARAMS, X, Y)
 
 
+@pytest.mark.parametrize('cached', [False, True])
+def test_two_backward_passes_of_a_forward_pass(schedule, cached):
+  """As for gradients of several tasks that are combined by their signs; the marks of a jitted layer are one."""
+  layer = jax.jit(lambda w, x: stage_end(jnp.tanh(x @ w)))
+
+  def net(params, x):
+    for i in range(STAGES if cached else 0):
+      x = layer(params[f'w{i}'], x)
+    return x if cached else mlp(params, x)
+
+  def step(params, *batch):
+    def both(one):
+      x, y = one
+      found, pull = jax.vjp(lambda params: net(params, x), params)
+      [grads], [others] = pull(found - y), pull(jnp.sign(found - y))
+      return jnp.mean((found - y) ** 2), jax.tree.map(
+        lambda g, o: jnp.where(g * o > 0, g, 0), grads, others
+      )
+
+    value, grads = accumulate(both, batch, schedule, Mean)
+    return descend(params, grads), value
+
+  check(step, PARAMS, X, Y)
+
+
 def test_gradients_of_two_models(schedule):
   """The ends of the second one, which has a branch more, are counted on after the first backward."""
 

@@ -187,9 +187,11 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
   """The direction of each mark of a primitive, and its index among the forward marks.
 
   A backward mark gets the index of the forward mark with its number. A number can occur several times,
-  as JAX caches traces of jitted blocks: then the last forward mark pairs with the first backward mark.
+  as JAX caches traces of jitted blocks: then the last forward mark pairs with the first backward mark. There may be
+  several backward passes of one forward pass (`jax.vjp`).
   """
   forward: dict[int, list[int]] = defaultdict(list)
+  passed: Counter[int] = Counter()
   marks: dict[Equation, tuple[str, int]] = {}
   indices = itertools.count()
   for equation in equations:
@@ -205,13 +207,14 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
       marks[equation] = direction, next(indices)
       forward[number].append(marks[equation][1])
       continue
-    if not forward[number]:
+    own = forward[number]
+    if direction == 'second' or not own:
       raise PipelineError(
-        f'The stage end at {equation.source_line} has more backward passes than forward passes: '
-        'gradients are taken of gradients.\n'
+        f'Gradients are taken of gradients through the stage end at {equation.source_line}.\n'
         'Fix: take gradients once, by jax.grad or jax.value_and_grad of the loss.'
       )
-    marks[equation] = direction, forward[number].pop()
+    passed[number] += 1
+    marks[equation] = direction, own[-passed[number] % len(own)]
   return marks
 
 
