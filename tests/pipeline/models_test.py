@@ -467,6 +467,24 @@ def test_skip_connection(schedule):
   check(training(loss, schedule), PARAMS, X, Y)
 
 
+@pytest.mark.parametrize('source', ['input', 'encoder'])
+def test_layers_on_an_earlier_value(schedule, source):
+  """As those on the time of a diffusion model, or the cross-attention of decoders: their weights are in their stages."""
+  embedded = jax.jit(lambda params, x: jnp.tanh(jnp.sin(x @ params['v0'])))
+  params = PARAMS | {f'v{i}': weight(20 + i) for i in range(STAGES)}
+
+  def loss(params, x, y):
+    context = embedded(params, x)
+    for i in range(STAGES):
+      x = stage_end(jnp.tanh(x @ params[f'w{i}'] + context @ params[f'v{i}']))
+      context = x if i == 0 and source == 'encoder' else context
+    return jnp.mean((x - y) ** 2)
+
+  params, _ = check(training(loss, schedule), params, X, Y)
+  mesh = LAYOUT.mesh.devices.reshape(STAGES, -1)
+  assert [params[f'v{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
+
+
 def test_skip_connection_from_before_the_mark(schedule):
   def loss(params, x, y):
     before = jnp.tanh(x @ params['w0'])
