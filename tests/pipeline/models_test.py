@@ -485,6 +485,22 @@ def test_layers_on_an_earlier_value(schedule, source):
   assert [params[f'v{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
 
 
+def test_heads_of_inner_stages(schedule):
+  """A loss of each stage, computed after the model: its head stays where its input is."""
+  params = PARAMS | {f'v{i}': weight(20 + i) for i in range(STAGES)}
+
+  def loss(params, x, y):
+    inner = []
+    for i in range(STAGES):
+      inner.append(jnp.tanh(x @ params[f'w{i}']))
+      x = stage_end(inner[-1])
+    return sum(jnp.mean((each @ params[f'v{i}'] - y) ** 2) for i, each in enumerate(inner))
+
+  params, _ = check(training(loss, schedule), params, X, Y)
+  mesh = LAYOUT.mesh.devices.reshape(STAGES, -1)
+  assert [params[f'v{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
+
+
 def test_skip_connection_from_before_the_mark(schedule):
   def loss(params, x, y):
     before = jnp.tanh(x @ params['w0'])

@@ -176,22 +176,26 @@ def test_update_by_sums_over_all_stages(schedule):
 
 
 def test_sums_over_the_parameters_of_all_stages(schedule):
-  """A weight penalty in the loss, and norms of the old parameters: each rank sums its own, and keeps no other's."""
+  """A penalty for the distance from old weights, and norms of parameters: each rank sums its own, and keeps no other's."""
 
-  def penalized(params, x, y):
-    return squared(params, x, y) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+  def penalized(params, old, x, y):
+    distances = jax.tree.map(lambda w, old: jnp.sum((w - old) ** 2), params, old)
+    return squared(params, x, y) + 0.01 * sum(jax.tree.leaves(distances))
 
-  def step(params, x, y):
+  def step(state, x, y):
+    params, old = state
     loss, grads = accumulate(
-      lambda one: jax.value_and_grad(penalized)(params, *one), (x, y), schedule, Mean
+      lambda one: jax.value_and_grad(penalized)(*state, *one), (x, y), schedule, Mean
     )
     norms = jax.tree.map(jnp.linalg.norm, params)
-    return descend(params, grads), loss, norms, jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms)))
+    total = jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms)))
+    return (descend(params, grads), old), loss, norms, total
 
-  check(step, PARAMS, X, Y)
-  [state, *_], _ = LAYOUT.pipeline_jit(step).compile(PARAMS, X, Y).input_shardings
-  ranks = [{device.id // 2 for device in state[f'w{stage}'].device_set} for stage in range(STAGES)]
-  assert ranks == [{stage} for stage in range(STAGES)]
+  state = PARAMS, jax.tree.map(jnp.sin, PARAMS)
+  check(step, state, X, Y)
+  [shardings, *_], _ = LAYOUT.pipeline_jit(step).compile(state, X, Y).input_shardings
+  for stage, *each in zip(range(STAGES), *map(dict.values, shardings), strict=True):
+    assert [{device.id // 2 for device in one.device_set} for one in each] == [{stage}, {stage}]
 
 
 def test_gradient_norms_of_stages(schedule):

@@ -207,9 +207,10 @@ def _reduced_apart(
   sent: dict[int, list[Value]] = defaultdict(list)
   for one, found in reversed(reductions.items()):
     readers = [rank for rank, values in used.items() if not values.isdisjoint(one.outputs)]
-    home = next((rank for rank in read if found <= used[rank]), None)
-    if home is not None and any(not found <= used[rank] for rank in readers):
+    home = max(read, key=lambda rank: sum(value.bytes for value in found & used[rank]))
+    if not found.isdisjoint(used[home]) and any(not found <= used[rank] for rank in readers):
       sent[home] += one.outputs
+      used[home] |= found
     else:
       for rank in readers:
         use(rank, one.values)

@@ -348,12 +348,13 @@ def _assign_by_readers(
   or if no more bytes are sent for its operands than for its results.
   """
   readers: dict[Value, set[int]] = defaultdict(set)
+  last = positions.at(positions.stages - 1)  # of the forward pass
   computed = {value for equation in body.equations for value in equation.outputs}
   for equation in reversed(body.equations):
     first = min((at for one in equation.outputs for at in readers[one]), default=None)
     if equation in free:
       position[equation] = positions.at(0) if first is None else first
-    elif equation in between and first is not None:
+    elif equation in between and first is not None and first <= last:
       later = min(first, between[equation])
       sent = [value for value in equation.values if value in computed and later not in readers[value]]
       is_layer = any(value not in computed and value.aval.shape for value in equation.values)
