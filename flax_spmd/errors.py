@@ -81,7 +81,7 @@ class TargetDeviceError(FlaxSpmdError, ValueError):
 
 
 class EstimatorError(FlaxSpmdError, NotImplementedError):
-  """Raised when the estimator cannot analyse a step: it contains `shard_map`, or the jaxlib is unsupported."""
+  """Raised when a step can only be partitioned (`shard_map`, unsupported jaxlib), and the target's compiler is missing."""
 
 
 class SearchError(FlaxSpmdError, ValueError):

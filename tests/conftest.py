@@ -1,5 +1,6 @@
 """Devices and strictness, set once: 8 emulated devices, warnings are errors, rank promotion raises."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(items):
       test.add_marker(pytest.mark.exhaustive)
     if needs_compiler(test):
       test.add_marker(pytest.mark.compiler)
+
+
+def pytest_collection_finish():
+  """Takes what is loaded by now out of the garbage collection."""
+  gc.collect()
+  gc.freeze()
 
 
 def pytest_sessionfinish():

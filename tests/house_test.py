@@ -20,7 +20,7 @@ def twice(names):
 
 
 def test_file_names_are_unique():
-  stems = [path.stem for path in modules(PACKAGE / '_src') if path.stem != '__init__']
+  stems = [path.stem for path in (PACKAGE / '_src').rglob('*.py') if path.stem != '__init__']
   assert set(twice(stems)) <= SAME_STEM
 
 
@@ -44,9 +44,10 @@ def test_every_module_has_a_docstring():
 def test_tests_touch_no_private_name():
   """Attributes with an underscore, except those of NamedTuples, displays, JAX's jitted functions, and a test's own classes."""
   allowed = re.compile(r'_(asdict|replace|fields|make|exit|repr_\w+_|cache_size)|__\w+__')
+  trees = modules(Path(__file__).parent)
   offenders = [
     f'{path.name}:{node.lineno} {ast.unparse(node)}'
-    for path, tree in modules(Path(__file__).parent).items()
+    for path, tree in trees.items()
     for node in ast.walk(tree)
     if isinstance(node, ast.Attribute)
     and node.attr.startswith('_')
@@ -55,7 +56,7 @@ def test_tests_touch_no_private_name():
   ]
   imported = [
     f'{path.name}:{node.lineno} {name.name}'
-    for path, tree in modules(Path(__file__).parent).items()
+    for path, tree in trees.items()
     for node in ast.walk(tree)
     if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('flax_spmd')
     for name in node.names

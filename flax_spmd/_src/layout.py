@@ -438,10 +438,10 @@ class Layout:
       constrain_batch: whether a step that does not constrain its batch keeps it sharded. The batch is an argument that
         is sharded over dimension 0, or that is on no mesh yet, such as an array of NumPy. If the step returns arrays like
         those of an argument, it is taken for a state, unless no other argument can be the batch. A batch on no
-        mesh is sharded by the rule for `batch`, if there is one. Where the state is sharded over the axes of the batch (FSDP)
-        and no activation is constrained, the batch stays sharded throughout: the step is then traced three times, the
-        second time with twice the batch. Left as they are, if parameters have names: experts over these axes, and steps
-        that do not return all parameters.
+        mesh is sharded by the rule for `batch`, if there is one; where that is impossible, a warning names its arrays.
+        Where the state is sharded over the axes of the batch (FSDP) and no activation is constrained, the batch stays
+        sharded throughout: the step is then traced three times, the second time with twice the batch. Left as they are,
+        if parameters have names: experts over these axes, and steps that do not return all parameters.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 

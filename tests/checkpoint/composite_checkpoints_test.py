@@ -146,7 +146,7 @@ def test_the_folder_of_steps(written):
     checkpoint.restore(path.parent, state)
   assert str(caught.value) == dedent(f"""\
     There is no checkpoint at {path.parent}; it holds the checkpoints 7.
-    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+    Fix: pass the path of a checkpoint, such as {path.parent / '7'}.""")
 
 
 def test_one_item_with_arrays_is_the_tree(tmp_path):

@@ -602,10 +602,10 @@ def test_flax_returns_the_target_for_a_missing_folder(by_flax, refused):
   target = OTHER.abstract(lambda: {'w': jnp.ones(48)})
   assert refused(folder / 'nowhere', target, kind=FileNotFoundError) == dedent(f"""\
     There is no checkpoint at {folder / 'nowhere'}; beside it are checkpoint_3.
-    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+    Fix: pass the path of a checkpoint, such as {folder / 'checkpoint_3'}.""")
   assert refused(folder, target, kind=FileNotFoundError) == dedent(f"""\
     There is no checkpoint at {folder}; it holds the checkpoints checkpoint_3.
-    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+    Fix: pass the path of a checkpoint, such as {folder / 'checkpoint_3'}.""")
 
 
 def test_flax_checkpoints_can_be_restored(by_flax):

@@ -139,10 +139,10 @@ def test_a_missing_checkpoint(small):
   layout, _, folder = small
   assert text_of(FileNotFoundError, checkpoint.restore, folder / 'three', target(layout)) == dedent(f"""\
     There is no checkpoint at {folder / 'three'}; beside it are one, two.
-    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+    Fix: pass the path of a checkpoint, such as {folder / 'two'}.""")
   assert text_of(FileNotFoundError, checkpoint.restore, folder, target(layout)) == dedent(f"""\
     There is no checkpoint at {folder}; it holds the checkpoints one, two.
-    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+    Fix: pass the path of a checkpoint, such as {folder / 'two'}.""")
   nowhere = folder / 'no' / 'where'
   assert text_of(FileNotFoundError, checkpoint.restore, nowhere, target(layout)) == dedent(f"""\
     There is no checkpoint at {nowhere}; {folder / 'no'} does not exist either.

@@ -139,7 +139,7 @@ def test_the_folder_of_steps(there):
     checkpoint.restore(there / 'inference', layout=BY_PATH)
   assert str(caught.value) == dedent(f"""\
     There is no checkpoint at {there / 'inference'}; it holds the checkpoints checkpoint_0.
-    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+    Fix: pass the path of a checkpoint, such as {there / 'inference' / 'checkpoint_0'}.""")
 
 
 # -- other versions

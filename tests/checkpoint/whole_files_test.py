@@ -150,5 +150,5 @@ def test_a_folder_with_such_a_file_names_it(tmp_path):
     checkpoint.restore(tmp_path, layout=LAYOUT)
   assert str(caught.value) == (
     f'There is no checkpoint at {tmp_path}; it holds flax_model.msgpack.\n'
-    'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
+    f'Fix: pass the path of a checkpoint, such as {tmp_path / "flax_model.msgpack"}.'
   )

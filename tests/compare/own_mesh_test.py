@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import cli
-from flax_spmd.errors import MeshError, SearchError
+from flax_spmd.errors import EstimatorError, MeshError, SearchError
 from flax_spmd.explore import Estimator, Pipeline, TrainStep, compare, search
 from flax_spmd.pipeline import OneFOneB, accumulate, stage_end
 
@@ -165,6 +165,27 @@ def test_the_same_function_trains():
   assert losses['expert'] == pytest.approx(losses['fsdp'], rel=1e-5)
 
 
+def constrained_by_axes(layout):
+  """A step whose constraints have mesh axes, and no mesh, in EasyLM's style."""
+  del layout
+
+  def step(state, x):
+    def loss(params):
+      h = jax.lax.with_sharding_constraint(
+        nn.relu(x @ params['up']), P(('data', 'fsdp', 'expert'), 'tensor')
+      )
+      return jnp.mean((h @ params['down']) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+  def create():
+    params = {'up': jnp.ones((EMBED, MLP)), 'down': jnp.ones((MLP, EMBED))}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+  return TrainStep(step, create, X)
+
+
 # -- the estimator and the search
 
 
@@ -179,6 +200,37 @@ def test_a_model_that_constrains_by_its_names_is_lowered_once_for_all_layouts():
     assert estimate.memory.optimizer == compiled.memory.optimizer
     assert estimate.counts.flops == pytest.approx(compiled.counts.flops, rel=0.05)
   assert made == len(calls) == 2  # on a mesh of one name, and on that of all names
+
+
+@pytest.mark.parametrize(
+  'train_step', [train_step_of, constrained_by_axes], ids=['shard_map', 'constraint']
+)
+@pytest.mark.parametrize('target', ['h100:8', 'v5e:2x4'])
+def test_a_step_with_mesh_axes_is_partitioned_for_each_layout(
+  train_step, target, gpu_compiler, tpu_compiler
+):
+  estimator = Estimator(train_step, platform='cuda' if target == 'h100:8' else 'tpu')
+  assert 'mesh axes itself' in estimator.reason and not estimator.names
+  of_the_compiler = compare(train_step, layouts(), target)
+  for name, layout in layouts().items():
+    estimate, compiled = estimator.estimate(layout, target, partition=False), of_the_compiler[name]
+    assert estimate.source == 'partitioned' and not estimate.doubts
+    assert estimate.counts.flops == compiled.counts.flops
+    assert estimate.counts.by_axis() == compiled.counts.by_axis()
+    assert estimate.memory.peak == compiled.memory.peak
+    assert estimate.memory._replace(temporaries=0) == compiled.memory._replace(temporaries=0)
+  with pytest.raises(
+    EstimatorError, match=r'^The step uses mesh axes itself.*\nFix: choose the layouts'
+  ):
+    estimator.estimate(layouts()['fsdp'], 'cpu:8')
+
+
+def test_a_search_partitions_a_step_with_mesh_axes(gpu_compiler):
+  result = search(constrained_by_axes, 'h100:8', mesh=MESHES['fsdp'], candidates=12, top=1)
+  assert result.best.source == 'compiled:h100'
+  assert {one.source for one in result.estimates} == {'partitioned'}
+  assert any('partitioned for each candidate' in note for note in result.notes)
+  assert 'Estimates checked against 1 compiled layout' in str(result)
 
 
 @pytest.mark.slow
@@ -217,6 +269,27 @@ def test_a_search_without_the_axes_of_the_model():
     Check the in_specs values passed to shard_map.
     Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
   )
+
+
+def test_a_search_over_the_axes_of_a_constraint_without_a_mesh():
+  """As EasyLM and Praxis write them; a model's `init` has them, too."""
+
+  def halved(x):
+    return jax.lax.with_sharding_constraint(x / 2, P('data'))
+
+  train_step = TrainStep(
+    lambda w, x: (w, jnp.sum(halved(x) @ w)), lambda: halved(jnp.ones((EMBED, EMBED))), X
+  )
+  with pytest.raises(SearchError) as error:
+    search(train_step, TARGET, candidates=2, top=1)
+  assert (
+    re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
+    == dedent("""\
+    The model cannot be built without the mesh axes that it uses: MeshAxisError: The constraint P('data',) at own_mesh_test.py:1 uses mesh axis 'data', but the mesh is {'all': 1}.
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+  )
+  result = search(train_step, TARGET, mesh={'data': -1}, candidates=2, top=1)
+  assert result.layout.mesh.shape == {'data': 8} and result.outcomes[0].source == 'compiled:cpu'
 
 
 def test_a_search_over_the_mesh_on_which_a_model_creates_its_state():

@@ -34,7 +34,9 @@ from flax_spmd.explore import Estimator, TrainStep, parse_target
 def test_an_unsupported_jaxlib_is_refused(monkeypatch):
   monkeypatch.setattr(mlir, 'version', lambda name: '0.99.1')
   with pytest.raises(EstimatorError) as error:
-    Estimator(TrainStep(lambda state, x: (state, x), lambda: {'w': jnp.ones(8)}, jnp.ones(8)))
+    Estimator(
+      TrainStep(lambda state, x: (state, x), lambda: {'w': jnp.ones(8)}, jnp.ones(8)), platform='cpu'
+    )
   assert str(error.value) == (
     'The estimator supports the MLIR bindings of jaxlib 0.10 to 0.12; this is jaxlib 0.99.1.\n'
     'Fix: install a supported version, or do without estimates: each layout is then compiled, which takes '

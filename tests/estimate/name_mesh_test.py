@@ -9,6 +9,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd._src.active_layout import record_names
+from flax_spmd._src.estimate import estimator
 from flax_spmd._src.estimate.name_mesh import lower_on_names
 from flax_spmd.errors import EstimatorError
 from flax_spmd.explore import Estimator, TrainStep
@@ -102,9 +103,9 @@ def test_a_model_with_shard_map_cannot_be_estimated(mesh, where):
   vector = jax.ShapeDtypeStruct((8,), jnp.float32)
   step = lambda state, x: (state, jnp.sum(mapped('step', x)))
   with pytest.raises(EstimatorError) as error:
-    Estimator(TrainStep(step, lambda: {'w': mapped('state', jnp.ones(8))}, vector))
+    Estimator(TrainStep(step, lambda: {'w': mapped('state', jnp.ones(8))}, vector), platform='cpu')
   assert str(error.value) == (
-    'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+    'The step uses mesh axes itself, in a shard_map or a constraint, so its logical names alone do not decide its layout.\n'
     'Fix: choose the layouts, and compile them with spmd.compare.'
   )
 
@@ -115,7 +116,7 @@ def test_a_model_that_uses_axes_of_its_layout_cannot_be_estimated():
     return TrainStep(lambda state, x: (state, x / size), lambda: {'w': jnp.ones(8)}, X)
 
   with pytest.raises(EstimatorError) as error:
-    Estimator(of)
+    Estimator(of, platform='cpu')
   assert str(error.value) == (
     'The model is built for the axes of a mesh, so its logical names alone do not decide its layout. On a mesh whose '
     "axes are its names, it fails: KeyError: 'data'\n"
@@ -135,9 +136,9 @@ def test_a_model_with_constraints_on_mesh_axes_cannot_be_estimated(where):
     vector,
   )
   with pytest.raises(EstimatorError) as error:
-    Estimator(step)
+    Estimator(step, platform='cpu')
   assert str(error.value) == (
-    'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+    'The step uses mesh axes itself, in a shard_map or a constraint, so its logical names alone do not decide its layout.\n'
     'Fix: choose the layouts, and compile them with spmd.compare.'
   )
 
@@ -151,7 +152,7 @@ def test_a_model_with_constraints_on_mesh_axes_cannot_be_estimated(where):
 )
 def test_a_state_with_mesh_axes_among_its_names_cannot_be_estimated(box):
   with pytest.raises(EstimatorError) as error:
-    Estimator(TrainStep(lambda state, x: (state, x), lambda: {'w': box}, X))
+    Estimator(TrainStep(lambda state, x: (state, x), lambda: {'w': box}, X), platform='cpu')
   assert str(error.value) == (
     'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
     'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
@@ -168,9 +169,21 @@ def test_placements_of_a_batch_in_mesh_axes_cannot_be_estimated(placements):
     placements=placements,
   )
   with pytest.raises(EstimatorError) as error:
-    Estimator(train)
+    Estimator(train, platform='cpu')
   assert str(error.value) == (
     'The placements of the batch have mesh axes, so its logical names alone do not decide its layout.\n'
     "Fix: give its dimensions logical names, such as ('batch', None), or choose the layouts, and compile them with "
     'spmd.compare.'
+  )
+
+
+def test_a_step_with_mesh_axes_needs_the_compiler_of_its_platform(monkeypatch):
+  monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)
+  doubled = lambda x: jax.lax.with_sharding_constraint(2 * x, jax.P('data'))
+  train = TrainStep(lambda w, x: (w, jnp.sum(x @ doubled(w))), lambda: jnp.ones((8, 8)), X)
+  with pytest.raises(EstimatorError) as error:
+    Estimator(train, platform='cuda')
+  assert str(error.value) == (
+    'The step uses mesh axes itself, in a shard_map or a constraint, so its logical names alone do not decide its layout.\n'
+    "Fix: pip install 'flax-spmd[cuda]', whose compiler partitions the step for each layout."
   )

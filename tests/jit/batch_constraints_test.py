@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -397,6 +398,57 @@ def test_other_arrays_do_not_hide_a_batch_of_the_host(batch, others, rules):
   results = zip(layout.jit(step)(w, batch, *others), jax.jit(step)(np.ones((32, 64)), batch, *others))
   for one, other in results:
     np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_batch_of_the_host_that_no_device_shares_is_named():
+  """Once for each step."""
+  layout = spmd.Layout({'data': 8}, spmd.presets.data_parallel())
+  w = layout.init(lambda: jnp.ones((32, 64)))
+  step = layout.jit(lambda w, batch: w - jax.grad(lambda w: jnp.sum((batch['x'] @ w) ** 2))(w))
+  with pytest.warns(UserWarning) as caught:
+    for rows in (12, 13):
+      step(w, {'x': np.ones((rows, 32), np.float32), 'key': RAW_KEY})
+  assert [str(each.message) for each in caught] == [
+    '<lambda>: each of 8 devices computes all examples of these arrays, since dimension 0 is not the same multiple of 8, '
+    "the size of mesh axis 'data', in all arrays of an argument:\n"
+    '  argument batch/x: (12, 32)\n'
+    'Fix: pass a multiple of 8 examples, and arrays without examples as arguments of their own; or '
+    'constrain_batch=False, if this is no batch.'
+  ]
+
+
+ODD = np.ones((12, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+  ('case', 'batch', 'options'),
+  [
+    ('other arrays', {'x': X, 'weights': np.ones(4)}, {}),
+    ('other arrays of the same divisor', {'x': X, 'mask': np.ones((32, 32))}, {}),
+    ('no batch', {'x': ODD}, {'constrain_batch': False}),
+    ('fewer than devices', {'x': ODD[:7]}, {}),
+    ('numbers', {'scale': np.ones(12)}, {}),
+    ('of the result', {'x': np.ones((33, 64), np.float32)}, {}),
+    ('placed', {'x': ODD}, {}),
+    ('another rule', {'x': ODD}, {}),
+    ('constrained', {'x': ODD}, {}),
+  ],
+)
+def test_arguments_of_the_host_that_are_named_as_a_whole_batch(case, batch, options):
+  rules = (('rows', 'data'),) if case == 'another rule' else spmd.presets.data_parallel()
+  layout = spmd.Layout({'data': 8}, rules)
+  w = layout.init(lambda: jnp.ones((32, 64)))
+  others = () if case != 'placed' else (layout.shard(np.ones((16, 4)), ('batch',)),)
+
+  def step(w, batch, *others):
+    if case == 'constrained':
+      w = spmd.with_logical_constraint(w, ('batch', None))
+    return sum(jnp.sum(each) for each in jax.tree.leaves((w, batch, others))), jnp.ones((33, 64))
+
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    layout.jit(step, **options)(w, batch, *others)
+  assert bool(caught) == case.startswith('other arrays')
 
 
 @pytest.mark.parametrize('rules', [spmd.presets.data_parallel(), FSDP])

@@ -23,12 +23,12 @@ from flax_spmd._src.compare.compilation import (
   default_jobs,
   peak_of,
 )
-from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import LoweredStep, lower
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline, Pipeline, lower_pipeline
 from flax_spmd._src.compare.pipeline_outcome import pipeline_outcome
+from flax_spmd._src.compare.step_outcome import argument_bytes, host_bytes, step_outcome
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
@@ -187,37 +187,17 @@ def _outcome(
 
 
 def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target: Target) -> Outcome:
-  parts = _argument_bytes(lowered)
-  host = sum(row.bytes_per_device for row in lowered.rows if row.memory is not None)
   if result.counts is None:
+    parts = argument_bytes(lowered)
     temporaries = result.memory.get('temporaries', 0)
     peak = result.used or (sum(parts) + temporaries if temporaries else 0)
     return Outcome.failed(name, lowered.layout, result.error or 'not compiled')._replace(
-      memory=Memory(*parts, temporaries, peak, host) if peak else None, program=lowered, compiled=result
+      memory=Memory(*parts, temporaries, peak, host_bytes(lowered)) if peak else None,
+      program=lowered,
+      compiled=result,
     )
   moves = activation_moves(lowered.unconstrained, lowered.rows, result.counts)
   lowered = lowered._replace(findings=[*moves, *lowered.findings])
   peak = peak_of(result.memory, target)
-  temporaries = max(0, peak - result.memory['arguments'])
-  peak += lowered.unused_bytes
-  return Outcome(
-    name,
-    lowered.layout,
-    Memory(*parts, temporaries, peak, host),
-    result.counts,
-    cost(result.counts, target, lowered.mesh, lowered.dtype, host),
-    peak <= target.chip.memory,
-    None,
-    lowered,
-    result,
-    doubts=result.counts.doubts(),
-  )
-
-
-def _argument_bytes(lowered: LoweredStep) -> tuple[int, int, int, int]:
-  """Bytes on a device of the parameters, the optimizer state, the rest of the state, and the batch."""
-  parts = {'params': 0, 'opt_state': 0, '': 0}
-  for row in lowered.rows:
-    part = next((part for part in row.path.split('/') if part in parts), '')
-    parts[part] += row.bytes_per_device if row.memory is None else 0
-  return parts['params'], parts['opt_state'], parts[''], lowered.batch_bytes
+  outcome = step_outcome(name, lowered, result.counts, peak, peak - result.memory['arguments'], target)
+  return outcome._replace(program=lowered, compiled=result)

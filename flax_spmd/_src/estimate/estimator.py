@@ -18,6 +18,8 @@ memory (`cost_walk`):
 
 Where XLA for GPUs could choose otherwise, it is asked about that operation, if it is installed (`partitioned_operations`).
 Where doubts remain, the estimate carries them.
+
+A step that uses mesh axes itself, in a `shard_map` say, has no program for all layouts. The compiler partitions it for each.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,6 +39,7 @@ from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import abstract_batch, lower
 from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
+from flax_spmd._src.compare.step_outcome import argument_bytes, step_outcome
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.compat import PLACEHOLDER
 from flax_spmd._src.constraints import resolve_for_constraint
@@ -68,6 +72,7 @@ TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
 )
+_COMPARE = 'choose the layouts, and compile them with spmd.compare.'
 _INSTALL = "; with pip install 'flax-spmd[cuda]', XLA for GPUs partitions the step, without a GPU"
 _GROUPS_DOUBT = (
   'axis_name {name!r}: the {groups} parts of the batch are computed apart, and estimated as one, since their '
@@ -89,10 +94,12 @@ class Estimator:
     names: sizes of the dimensions with each logical name.
     parameter_names: logical names of dimensions of the state.
     together: pairs of logical names that occur on one array.
+    reason: why the step is lowered and partitioned for each layout, or ''. The other attributes are then empty.
 
   Raises:
     TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
-    EstimatorError: the installed jaxlib is not supported, or parts of the step cannot be estimated.
+    EstimatorError: the installed jaxlib is not supported, or parts of the step cannot be estimated, such as a `shard_map`;
+      and the platform's compiler, which could partition it, is not installed.
     Exception: any error that the step raises while it is traced.
 
   Example:
@@ -107,16 +114,31 @@ class Estimator:
     131072.0
   """
 
-  names: Mapping[str, tuple[int, ...]]
-  parameter_names: frozenset[str]
-  together: frozenset[frozenset[str]]
+  names: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+  parameter_names: frozenset[str] = frozenset()
+  together: frozenset[frozenset[str]] = frozenset()
+  reason: str = ''
 
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
-    mlir.check_jaxlib()
     self._given, self._platform = train_step, platform
-    self._lower(1)
-    self._by_groups = {1: self}
+    try:
+      mlir.check_jaxlib()
+      self._lower(1)
+      self._by_groups = {1: self}
+    except EstimatorError as error:
+      self.reason, _, fix = str(error).rpartition('\n')
+      if not can_partition(platform):
+        raise self._not_partitioned(platform, fix) from error
+
+  def _not_partitioned(self, platform: str, fix: str = f'Fix: {_COMPARE}') -> EstimatorError:
+    """The error for a step that would have to be partitioned, for a platform without a partitioner."""
+    if platform in ('cuda', 'tpu') and not can_partition(platform):
+      install = (
+        f"pip install 'flax-spmd[{platform}]', whose compiler partitions the step for each layout."
+      )
+      fix = fix.replace(_COMPARE, install)
+    return EstimatorError(f'{self.reason}\n{fix}')
 
   def _lower(self, groups: int) -> None:
     self._groups = groups
@@ -166,7 +188,7 @@ class Estimator:
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
       target: hardware to estimate for, as text such as `'h100:8'` or parsed.
-      partition: whether to partition the whole step, which takes a few seconds. Without it, FLOPs, collectives and memory
+      partition: whether to partition the whole step, which takes a few seconds; with a `reason`, it always is. Without it, FLOPs, collectives and memory
         are estimated, in a tenth of the time; for GPUs, XLA then partitions the single operations for which it has several ways.
         Where a model is written in another way than those that estimates were compared for, memory can be off by half, so such
         an estimate is always in doubt.
@@ -177,8 +199,11 @@ class Estimator:
     Raises:
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
+      EstimatorError: the step has to be partitioned, and the target's compiler cannot, or is not installed.
     """
     target = parse_target(target) if isinstance(target, str) else target
+    if self.reason:
+      return self._partitioned(layout, target)
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
       raise TargetDeviceError(
@@ -189,6 +214,19 @@ class Estimator:
     abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
     number = self._groups_under(layout)
     return self._of_groups(number)._estimate(layout, target, partition, number)
+
+  def _partitioned(self, layout: Layout, target: Target) -> Outcome:
+    """The outcome of a step that is lowered for each layout."""
+    lowered = lower(self._given, layout, target)
+    platform = target.chip.platform
+    step = partitioned_step(lowered.code, lowered.mesh, target) if can_partition(platform) else None
+    if step is None:
+      raise self._not_partitioned(platform)
+    used = sum(argument_bytes(lowered)) - lowered.unused_bytes
+    outcome = step_outcome('', lowered, step.counts, step.memory, step.memory - used, target)
+    doubts = dict.fromkeys((*outcome.doubts, *step.doubts))
+    close = _memory_doubts(step.memory, target.chip.memory, _MEMORY_ERROR[PARTITIONED])
+    return outcome._replace(source=PARTITIONED, doubts=(*doubts, *close))
 
   def _groups_under(self, layout: Layout) -> int:
     """The layout's number of groups along the step's axis name; 1 without such a name."""

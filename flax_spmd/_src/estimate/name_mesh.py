@@ -35,7 +35,7 @@ from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import EstimatorError, MeshAxisError
 
 _OWN_MESH = (
-  'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+  'The step uses mesh axes itself, in a shard_map or a constraint, so its logical names alone do not decide its layout.\n'
   'Fix: choose the layouts, and compile them with spmd.compare.'
 )
 _OF_A_MESH = (

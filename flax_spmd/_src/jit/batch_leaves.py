@@ -55,7 +55,7 @@ class BatchLeaves(NamedTuple):
   is_named: bool = False
 
 
-class _ArgumentArray(NamedTuple):
+class ArgumentArray(NamedTuple):
   """An array of an argument: its position, shape and, if it is on the mesh, sharding; whether it is a raw random key."""
 
   position: int
@@ -64,7 +64,7 @@ class _ArgumentArray(NamedTuple):
   is_key: bool
 
 
-_Found = tuple[tuple[str, ...], Sequence[_ArgumentArray]]  # axes of dimension 0, and the argument
+_Found = tuple[tuple[str, ...], Sequence[ArgumentArray]]  # axes of dimension 0, and the argument
 
 
 def batch_leaves(
@@ -86,7 +86,7 @@ def batch_leaves(
   """
   if AxisType.Explicit in mesh.axis_types:
     return None
-  arguments = list(_arguments(dynamic, mesh))
+  arguments = list(argument_arrays(dynamic, mesh))
   placed = [leaf for argument in arguments for leaf in argument if leaf.sharding is not None]
   is_all_placed = all(leaf.sharding is not None for each in arguments for leaf in each if leaf.shape)
   is_named = any(TreeNames(dynamic).statics) if is_named is None else is_named
@@ -98,12 +98,12 @@ def batch_leaves(
   possible = [
     (axes, argument)
     for argument in arguments
-    if (axes := _batch_axes(argument, default))
+    if (axes := batch_axes(argument, default))
     and shards(mesh, axes) > 1
     and argument[0].shape[0] % shards(mesh, axes) == 0
   ]
   unlike = [one for one in possible if not any(leaf.position in out for leaf in one[1])]
-  found = [one for one in possible if one in unlike or not _is_placed(one[1])]
+  found = [one for one in possible if one in unlike or not is_placed(one[1])]
   chosen = _placed_first(unlike or found)
   sizes = {argument[0].shape[0] for _, argument in chosen}
   if len({axes for axes, _ in chosen}) != 1 or (len(sizes) > 1 and not unlike):
@@ -126,7 +126,7 @@ def batch_leaves(
     shapes, over = [leaf.shape for leaf in state], set().union(*over_axes.values())
     is_decided = is_decided_by_author(jaxpr, is_named, shapes, over, out >= over_axes.keys())
   else:
-    is_decided = _is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
+    is_decided = is_placed([*batch.values()]) or is_constrained_over(jaxpr, axes)
   if is_decided:
     return None
   return BatchLeaves(tuple(sorted(batch)), axes, is_throughout, is_named=is_named)
@@ -179,7 +179,9 @@ def _is_of_experts(equation: Any, over: Container[int], slices: Container[tuple[
   return any(shapes[0][at] in over for at in groups) and any(shape in slices for shape in shapes)
 
 
-def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:
+def argument_arrays(
+  dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike
+) -> Iterator[list[ArgumentArray]]:
   """The arrays of each argument, in the order of the leaves of `(args, kwargs)`; those that may be of a batch first."""
   args, kwargs = dynamic
   position = 0
@@ -187,7 +189,7 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
     leaves = jax.tree.leaves(argument)
     shapes = (tuple(getattr(leaf, 'shape', ())) for leaf in leaves)
     each = [
-      _ArgumentArray(
+      ArgumentArray(
         position + offset,
         shape,
         placed_sharding(leaf, mesh),
@@ -204,7 +206,7 @@ def is_raw_key(shape: tuple[int, ...], dtype: Any) -> bool:
   return shape in ((2,), (4,)) and dtype == np.uint32
 
 
-def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
+def batch_axes(argument: Sequence[ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
   """The mesh axes of an argument's dimension 0, if all of its arrays may be a batch; else ()."""
   arrays = [leaf for leaf in argument if leaf.shape and not leaf.is_key]
   placed = {_axes_of(leaf) if _is_by_rows(leaf) else () for leaf in arrays if leaf.sharding is not None}
@@ -215,10 +217,10 @@ def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) ->
 
 def _placed_first(found: Sequence[_Found]) -> Sequence[_Found]:
   """The arguments that are on the mesh, if there are any: they are certain."""
-  return [one for one in found if _is_placed(one[1])] or found
+  return [one for one in found if is_placed(one[1])] or found
 
 
-def _is_placed(argument: Sequence[_ArgumentArray]) -> bool:
+def is_placed(argument: Sequence[ArgumentArray]) -> bool:
   return any(leaf.sharding is not None for leaf in argument)
 
 
@@ -229,13 +231,13 @@ def axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
   return tuple(axis for entry in spec or () for axis in axis_names(entry) if axis in sizes)
 
 
-def _axes_of(leaf: _ArgumentArray) -> tuple[str, ...]:
+def _axes_of(leaf: ArgumentArray) -> tuple[str, ...]:
   """The mesh axes that an array is sharded over."""
   spec = () if leaf.sharding is None else leaf.sharding.spec
   return tuple(axis for entry in spec for axis in axis_names(entry))
 
 
-def _is_by_rows(leaf: _ArgumentArray) -> bool:
+def _is_by_rows(leaf: ArgumentArray) -> bool:
   """Whether an array on the mesh is sharded over dimension 0, and no other."""
   entries = () if leaf.sharding is None else tuple(leaf.sharding.spec)
   return bool(entries) and bool(axis_names(entries[0])) and not any(map(axis_names, entries[1:]))

@@ -57,6 +57,7 @@ from flax_spmd._src.jit.required_shardings import (
 )
 from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.steady_calls import SteadyCalls
+from flax_spmd._src.jit.whole_batches import warn_of_whole_batches
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
 from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.rules.placements import PlannedResult
@@ -469,6 +470,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
       )
       outputs = LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
       batch = None if self._find_batch is None else self._find_batch(known, result, traced.jaxpr)
+      if self._find_batch and batch is None:
+        found = (known, self._arguments.named_path, traced.jaxpr, self._mesh, self.in_force.rules)
+        warn_of_whole_batches(self._name, *found, self.reported)
       hosted = tuple(index for index, each in enumerate(results) if each.on_host)
       program = JitProgram(inputs, outputs, anchored, batch, hosted)
       if program not in self.functions:

@@ -108,6 +108,11 @@ class SearchRun:
         f'No estimates ({self.trials.reason}): every candidate is compiled, which takes seconds instead of '
         f'a twentieth of a second; the search tries {self.limits.candidates}.'
       )
+    if self.trials.first.partitions_each:
+      self.notes.append(
+        f'{self.trials.first.partitions_each} The step is lowered and partitioned for each candidate, which takes '
+        f'seconds instead of a twentieth of a second; the search tries {self.limits.candidates}.'
+      )
     if not self.space.facts.parameters:
       kinds = len(self.space.facts.paths)
       self.notes.append(
@@ -193,7 +198,8 @@ class SearchRun:
       return
     compiled = {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
     known = self.trials.partitioned | compiled
-    check = check_estimates([(self.trials.uncorrected(key), one) for key, one in known.items()])
+    pairs = [(self.trials.uncorrected(key), one) for key, one in known.items()]
+    check = check_estimates([(estimate, one) for estimate, one in pairs if estimate is not one])
     self.trials.correct_by(check)
 
   def _selected(self) -> list[Candidate]:

@@ -35,6 +35,7 @@ from flax_spmd._src.text import value_text
 from flax_spmd.errors import SearchError
 
 _MAX_COMPILED = 24  # candidates of a search without an estimator
+_MAX_PARTITIONED = 100  # and of one whose step has to be partitioned for each
 
 
 @set_module('flax_spmd')
@@ -87,7 +88,7 @@ def search(
     tensor: largest number of devices for tensor parallelism. Default: the devices of one node.
     host: path expressions of arrays that may be in the host's memory between steps, such as `'^opt_state/'`. Each
       is tried with and without `host`. Pipelines keep all arrays on the device.
-    candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones
+    candidates: number of layouts to estimate, and again for each pipeline; fewer if the step uses mesh axes itself. Simplifying the best ones
       adds a few.
     time_limit: seconds for the whole search. With a limit, the result depends on the speed of this
       machine.
@@ -144,7 +145,8 @@ def search(
   space = Space(first.facts, constraints_on(hardware_target), hardware_target, values)
   trials = Trials(task, space.constraints.memory, first, first_choices(values))
   searches = pipeline_searches(pipelines, trials, space, constraints_on)
-  limit = min(candidates, _MAX_COMPILED) if first.reason else candidates
+  most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
+  limit = min(candidates, most)
   return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
 
 

@@ -6,7 +6,8 @@
     trials.compile([candidate])    # results of the target's own compiler
 
 Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib
-has no estimator, outcomes are compiled instead, which takes seconds each.
+has no estimator, outcomes are compiled instead, which takes seconds each. A step that uses mesh axes itself is
+partitioned for each candidate.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
-from flax_spmd.errors import EstimatorError, LayoutError, MeshError, PipelineError, SearchError
+from flax_spmd.errors import (
+  EstimatorError,
+  LayoutError,
+  MeshAxisError,
+  MeshError,
+  PipelineError,
+  SearchError,
+)
 
 Choices = tuple[tuple[str, Any], ...]
 """Arguments of the step, as name and value."""
@@ -115,10 +123,15 @@ class TaskVariant(NamedTuple):
   cache: EstimateCache | None
   reason: str = ''
 
+  @property
+  def partitions_each(self) -> str:
+    """Why each candidate is partitioned, or ''."""
+    return self.estimator.reason if self.estimator else ''
+
   def on(self, target: Target) -> TaskVariant:
     """The variant on another number of the same chips; it is not lowered again."""
     task = self.task._replace(target=target)
-    if self.estimator is None:
+    if self.cache is None:
       return self._replace(task=task)
     return self._replace(task=task, cache=open_cache(_identity(task, self.facts), target, task.fresh))
 
@@ -132,6 +145,8 @@ def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
       estimator = Estimator(task.train_step, platform=platform)
     except EstimatorError as error:
       return TaskVariant(task, None, _facts_without_estimator(task), None, str(error).splitlines()[0])
+    if estimator.reason:
+      return TaskVariant(task, estimator, _facts_without_estimator(task), None)
     found = estimator.names, estimator.parameter_names, estimator.together
     facts = facts_of(task.train_step, {}, *found)
     cache = open_cache(_identity(task, facts), task.target, task.fresh)
@@ -143,7 +158,7 @@ def _facts_without_estimator(task: SearchTask) -> ModelFacts:
   try:
     return facts_of(task.train_step, task.axes)
   except Exception as error:
-    if isinstance(task.train_step, TrainStep) and not isinstance(error, MeshError):
+    if isinstance(task.train_step, TrainStep) and not isinstance(error, (MeshError, MeshAxisError)):
       raise
     problem = f'on the mesh {dict(task.axes)}' if task.axes else 'without the mesh axes that it uses'
     text = '\n'.join(filter(str.strip, str(error).split('\nFix: ')[0].splitlines()))
@@ -228,7 +243,9 @@ class Trials:
       if variant.estimator is None:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
-        self._uncorrected[candidate] = self._estimate(variant, name, layout)
+        outcome = self._uncorrected[candidate] = self._estimate(variant, name, layout)
+        if outcome.source == PARTITIONED:
+          self.partitioned[candidate] = outcome
         self._update(candidate)
     return self.estimated[candidate]
 
@@ -250,6 +267,8 @@ class Trials:
   def partition(self, candidate: Candidate) -> None:
     """Takes the partitioned step in the place of an estimate; `correct_by` then takes it for equal candidates, too."""
     self.outcome(candidate)
+    if candidate in self.partitioned:
+      return
     variant, layout = self.variant(candidate.choices), layout_of(candidate, self.batch)
     self.partitioned[candidate] = self._estimate(variant, self.name(candidate), layout, True)
     self._known[self._key(candidate)] = candidate
@@ -299,7 +318,7 @@ class Trials:
     return (candidate.choices, estimate.memory, estimate.counts) if estimate.counts else candidate
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
-    if self.checked_by is None or variant.estimator is None:
+    if self.checked_by is None or variant.estimator is None or outcome.source == PARTITIONED:
       return outcome
     return corrected(outcome, self.checked_by, self.task.target, self.memory, variant.estimator.dtype)
 
@@ -377,7 +396,10 @@ def _estimate(variant: TaskVariant, name: str, layout: Layout, partition: bool) 
     try:
       target = variant.task.target
       outcome = variant.estimator.estimate(layout, target, partition=partition)._replace(name=name)
-    except LayoutError as error:
+    except Exception as error:
+      fails_alone = variant.estimator.reason and not isinstance(variant.task.train_step, TrainStep)
+      if not fails_alone and not isinstance(error, (LayoutError, EstimatorError)):
+        raise  # on every other mesh, too; a function of the layout may need axes that this mesh lacks
       outcome = Outcome.failed(name, layout, str(error))._replace(source=ESTIMATED)
     if variant.cache:
       variant.cache.add(outcome)

@@ -27,7 +27,7 @@ from flax_spmd._src.checkpoint.storage.recognition import (
   custom_metadata,
   holds_msgpack,
   is_checkpoint,
-  nearby,
+  no_checkpoint,
 )
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
@@ -48,7 +48,7 @@ from flax_spmd._src.checkpoint.storage.whole_file_reader import (
   not_flax,
   npz_tree,
 )
-from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 
 class CheckpointReader(Protocol):
@@ -110,10 +110,7 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
   check_head(given)
   folder, part = folder_and_part(folder)
   if not is_checkpoint(folder):
-    raise CheckpointNotFoundError(
-      f'There is no checkpoint at {given}{nearby(given)}.\n'
-      'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
-    )
+    raise no_checkpoint(given)
   custom = custom_metadata(folder)
   if KEY in custom and part in (None, PART):
     return OrbaxReader(folder, from_json(custom[KEY], os.fspath(given)))

@@ -28,7 +28,7 @@ from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import open_store
-from flax_spmd.errors import CheckpointDamagedError, CheckpointError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 MSGPACK = 'checkpoint'  # the file of flax and T5X in a folder
 _WHOLE_FILES = ('.msgpack', '.npz')  # of flax and numpy
@@ -135,24 +135,34 @@ def check_head(path: epath.Path) -> None:
     )
 
 
-def nearby(path: epath.Path) -> str:
-  """A hint at the right path: checkpoints in the folder, or beside it."""
+def no_checkpoint(path: epath.Path) -> CheckpointNotFoundError:
+  """The error for a path without a checkpoint; it lists those in the folder, or beside it."""
+  found: list[epath.Path] = []
   if path.is_dir():
-    inside = [] if (path / HEAD).exists() else checkpoints_in(path)  # its generations are not committed
-    return f'; it holds the checkpoints {", ".join(inside)}' if inside else _why_none(path)
-  if not path.parent.is_dir():
-    return f'; {path.parent} does not exist either'
-  beside = checkpoints_in(path.parent)
-  return f'; beside it are {", ".join(beside)}' if beside else ''
+    hint, found = _contents(path)
+  elif not path.parent.is_dir():
+    hint = f'; {path.parent} does not exist either'
+  else:
+    beside = checkpoints_in(path.parent)
+    found = [path.parent / name for name in beside]
+    hint = f'; beside it are {", ".join(beside)}' if beside else ''
+  right = (
+    f'of a checkpoint, such as {found[-1]}' if found else 'that was given to flax_spmd.checkpoint.save'
+  )
+  return CheckpointNotFoundError(f'There is no checkpoint at {path}{hint}.\nFix: pass the path {right}.')
 
 
-def _why_none(path: epath.Path) -> str:
-  """Why a folder is not a checkpoint, for an error text."""
-  if UNFINISHED in path.name or (path / HEAD).exists():
-    return ' (an unfinished save)'
+def _contents(path: epath.Path) -> tuple[str, list[epath.Path]]:
+  """A text on the contents of a folder that is no checkpoint, and the checkpoints in it."""
+  if UNFINISHED in path.name or (path / HEAD).exists():  # generations that are not committed
+    return ' (an unfinished save)', []
+  if inside := checkpoints_in(path):
+    return f'; it holds the checkpoints {", ".join(inside)}', [path / name for name in inside]
   names = sorted(child.name for child in path.iterdir())
   unfinished = [name for name in names if UNFINISHED in name]
   if unfinished:
-    return f'; the save of {unfinished[0]} is unfinished'
+    return f'; the save of {unfinished[0]} is unfinished', []
   files = [name for name in names if name.endswith(_WHOLE_FILES)]
-  return f'; it holds {", ".join(files)}' if files else ' (a folder without a checkpoint)'
+  if not files:
+    return ' (a folder without a checkpoint)', []
+  return f'; it holds {", ".join(files)}', [path / name for name in files]
