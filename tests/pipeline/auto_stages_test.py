@@ -4,6 +4,7 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import hypothesis
@@ -18,7 +19,7 @@ import flax_spmd as spmd
 from flax_spmd._src.pipeline.cut.auto_stages import FLOPS_PER_BYTE, choose, cost
 from flax_spmd._src.pipeline.cut.equations import Value, traced
 from flax_spmd.errors import PipelineError
-from flax_spmd.pipeline import Mean, OneFOneB, accumulate, stage_end
+from flax_spmd.pipeline import Interleaved1F1B, Mean, OneFOneB, accumulate, stage_end
 
 LAYOUT = spmd.Layout({'stage': 4, 'data': 2}, (('batch', 'data'),))
 X = np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32)
@@ -46,12 +47,15 @@ class Model(nn.Module):
     return x
 
 
-def step_of(model):
+FOUR = OneFOneB(4)
+
+
+def step_of(model, schedule=FOUR):
   def step(params, batch):
     def loss(params, x):
       return jnp.mean((model.apply({'params': params}, x) - jnp.sin(x)) ** 2)
 
-    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, OneFOneB(4), Mean)
+    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule, Mean)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
   return step
@@ -253,10 +257,11 @@ def test_gradients_of_the_loop(total, remat):
 def test_more_stages_than_possible_ends():
   model = Model((32, 32), nn.remat(Block))
   with pytest.raises(PipelineError) as error:
-    LAYOUT.pipeline_jit(step_of(model), stages=8)(params_of(model), X)
+    LAYOUT.pipeline_jit(step_of(model, Interleaved1F1B(4, 2)), stages=8)(params_of(model), X)
   assert str(error.value) == (
     'stages=8, but the model has 3 points where a stage may end: after each Linen module that is called '
-    'outside scans and branches, and of whose results no gradients of gradients are taken.\n'
+    'outside scans, branches and nn.remat, and of whose results no gradients of gradients or derivatives in '
+    'forward mode are taken.\n'
     'Fix: use 4 stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
   )
 
@@ -292,10 +297,60 @@ def test_a_critic_whose_slopes_are_in_the_loss_is_not_cut(slopes):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), result, expected)
 
 
-def test_more_stages_than_the_schedule_has():
+def inference_of(model):
+  return lambda params, x: model.apply({'params': params}, x)
+
+
+def first_of(variables):
+  return jax.tree.leaves(variables)[0]
+
+
+def gradient_of(model):
+  return jax.grad(lambda params, x: jnp.sum(inference_of(model)(params, x)))
+
+
+@pytest.mark.parametrize(
+  ('call', 'stages', 'text'),
+  [
+    (
+      step_of,
+      8,
+      'stages=8, but OneFOneB(ranks=4) has 4 stages.\nFix: pass stages=4, or a schedule of 8 stages.',
+    ),
+    (
+      step_of,
+      5,
+      'stages=5, but OneFOneB(ranks=4) has 4 stages.\nFix: pass stages=4, or a schedule of 5 stages.',
+    ),
+    (
+      inference_of,
+      6,
+      "stages=6, but the mesh axis 'stage' has size 4.\n"
+      'Fix: pass stages=4, or a multiple for several stages on each rank.',
+    ),
+    (
+      gradient_of,
+      4,
+      'Gradients are taken outside a microbatch loop.\nFix: take them inside flax_spmd.pipeline.accumulate, '
+      'with microbatches=1 to keep the batch whole.',
+    ),
+    (step_of, 0, 'pipeline_jit: stages is 0.\nFix: pass a positive integer.'),
+    (
+      lambda model: step_of(
+        SimpleNamespace(apply=lambda variables, x: x * jnp.sum(first_of(variables)))
+      ),
+      4,
+      'stages=4, but the model has 0 points where a stage may end: after each Linen module that is called '
+      'outside scans, branches and nn.remat, and of whose results no gradients of gradients or derivatives in '
+      'forward mode are taken.\nFix: end stages by flax_spmd.pipeline.stage_end.',
+    ),
+  ],
+)
+def test_errors_name_no_stage_ends_of_a_model_without(call, stages, text):
   model = Model((32,) * 8)
-  with pytest.raises(PipelineError, match=r'OneFOneB\(ranks=4\) has 4 stages'):
-    LAYOUT.pipeline_jit(step_of(model), stages=8)(params_of(model), X)
+  with pytest.raises(PipelineError) as error:
+    LAYOUT.pipeline_jit(call(model), stages=stages)(params_of(model), X)
+  assert str(error.value) == text
 
 
 sizes = st.lists(st.integers(0, 20), min_size=1, max_size=9)

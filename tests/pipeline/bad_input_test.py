@@ -672,7 +672,7 @@ def test_gradients_of_gradients():
     return jnp.sum(slope**2)
 
   assert refused(penalised) == dedent(f"""\
-    The stage end at {at('end')} has more backward passes than forward passes: gradients are taken of gradients.
+    Gradients are taken of gradients through the stage end at {at('end')}.
     Fix: take gradients once, by jax.grad or jax.value_and_grad of the loss.""")
 
 

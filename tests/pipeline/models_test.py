@@ -206,6 +206,31 @@ def test_gradients_of_two_calls(schedule, interleaved):
   check(step, PARAMS, X, Y)
 
 
+@pytest.mark.parametrize('cached', [False, True])
+def test_two_backward_passes_of_a_forward_pass(schedule, cached):
+  """As for gradients of several tasks that are combined by their signs; the marks of a jitted layer are one."""
+  layer = jax.jit(lambda w, x: stage_end(jnp.tanh(x @ w)))
+
+  def net(params, x):
+    for i in range(STAGES if cached else 0):
+      x = layer(params[f'w{i}'], x)
+    return x if cached else mlp(params, x)
+
+  def step(params, *batch):
+    def both(one):
+      x, y = one
+      found, pull = jax.vjp(lambda params: net(params, x), params)
+      [grads], [others] = pull(found - y), pull(jnp.sign(found - y))
+      return jnp.mean((found - y) ** 2), jax.tree.map(
+        lambda g, o: jnp.where(g * o > 0, g, 0), grads, others
+      )
+
+    value, grads = accumulate(both, batch, schedule, Mean)
+    return descend(params, grads), value
+
+  check(step, PARAMS, X, Y)
+
+
 def test_gradients_of_two_models(schedule):
   """The ends of the second one, which has a branch more, are counted on after the first backward."""
 
@@ -440,6 +465,40 @@ def test_skip_connection(schedule):
     return jnp.mean((stage_end(jnp.tanh((h + first) @ params['w3'])) - y) ** 2)
 
   check(training(loss, schedule), PARAMS, X, Y)
+
+
+@pytest.mark.parametrize('source', ['input', 'encoder'])
+def test_layers_on_an_earlier_value(schedule, source):
+  """As those on the time of a diffusion model, or the cross-attention of decoders: their weights are in their stages."""
+  embedded = jax.jit(lambda params, x: jnp.tanh(jnp.sin(x @ params['v0'])))
+  params = PARAMS | {f'v{i}': weight(20 + i) for i in range(STAGES)}
+
+  def loss(params, x, y):
+    context = embedded(params, x)
+    for i in range(STAGES):
+      x = stage_end(jnp.tanh(x @ params[f'w{i}'] + context @ params[f'v{i}']))
+      context = x if i == 0 and source == 'encoder' else context
+    return jnp.mean((x - y) ** 2)
+
+  params, _ = check(training(loss, schedule), params, X, Y)
+  mesh = LAYOUT.mesh.devices.reshape(STAGES, -1)
+  assert [params[f'v{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
+
+
+def test_heads_of_inner_stages(schedule):
+  """A loss of each stage, computed after the model: its head stays where its input is."""
+  params = PARAMS | {f'v{i}': weight(20 + i) for i in range(STAGES)}
+
+  def loss(params, x, y):
+    inner = []
+    for i in range(STAGES):
+      inner.append(jnp.tanh(x @ params[f'w{i}']))
+      x = stage_end(inner[-1])
+    return sum(jnp.mean((each @ params[f'v{i}'] - y) ** 2) for i, each in enumerate(inner))
+
+  params, _ = check(training(loss, schedule), params, X, Y)
+  mesh = LAYOUT.mesh.devices.reshape(STAGES, -1)
+  assert [params[f'v{i}'].devices() for i in range(STAGES)] == [{*each} for each in mesh]
 
 
 def test_skip_connection_from_before_the_mark(schedule):

@@ -22,6 +22,7 @@ from flax_spmd.pipeline import (
   stage_end,
 )
 from tests.pipeline.cases import (
+  LAYOUT,
   OPTIMIZERS,
   PARAMS,
   STAGES,
@@ -172,6 +173,29 @@ def test_update_by_sums_over_all_stages(schedule):
     return new, loss, {'size': size, 'along': along, 'moved': moved}
 
   check(step, PARAMS, X, Y)
+
+
+def test_sums_over_the_parameters_of_all_stages(schedule):
+  """A penalty for the distance from old weights, and norms of parameters: each rank sums its own, and keeps no other's."""
+
+  def penalized(params, old, x, y):
+    distances = jax.tree.map(lambda w, old: jnp.sum((w - old) ** 2), params, old)
+    return squared(params, x, y) + 0.01 * sum(jax.tree.leaves(distances))
+
+  def step(state, x, y):
+    params, old = state
+    loss, grads = accumulate(
+      lambda one: jax.value_and_grad(penalized)(*state, *one), (x, y), schedule, Mean
+    )
+    norms = jax.tree.map(jnp.linalg.norm, params)
+    total = jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms)))
+    return (descend(params, grads), old), loss, norms, total
+
+  state = PARAMS, jax.tree.map(jnp.sin, PARAMS)
+  check(step, state, X, Y)
+  [shardings, *_], _ = LAYOUT.pipeline_jit(step).compile(state, X, Y).input_shardings
+  for stage, *each in zip(range(STAGES), *map(dict.values, shardings), strict=True):
+    assert [{device.id // 2 for device in one.device_set} for one in each] == [{stage}, {stage}]
 
 
 def test_gradient_norms_of_stages(schedule):

@@ -226,7 +226,7 @@ def test_a_step_without_a_loop():
   with pytest.raises(PipelineError) as caught:
     search(TrainStep(whole, create, BATCH, donate=False), TARGET, pipelines=[OneFOneB(4)])
   lines = str(caught.value).splitlines()
-  assert lines[0] == 'Gradients are taken through stage ends outside a microbatch loop:'
+  assert lines[0] == 'Gradients are taken outside a microbatch loop.'
   assert lines[-1] == (
     'Fix: take them inside flax_spmd.pipeline.accumulate, with microbatches=1 to keep the batch whole.'
   )

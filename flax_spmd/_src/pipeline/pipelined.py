@@ -76,6 +76,7 @@ from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import plural
 from flax_spmd.errors import PipelineError
 
 InputPlanner = Callable[[Any], Sequence[Any]]
@@ -264,6 +265,8 @@ def _check(setting: Setting) -> None:
   submeshes.check_axis(setting.mesh, setting.rules, setting.axis)
   check_schedule(setting.schedule, 'pipeline_jit')
   check_seconds(setting.timeout, 'pipeline_jit: timeout')
+  if setting.stages is not None:
+    check_positive(setting.stages, 'pipeline_jit: stages')
   if setting.host_after is not None:
     check_positive(setting.host_after, 'pipeline_jit: host_after')
     check_host(setting.mesh, [f'pipeline_jit: host_after={setting.host_after}'], 'leave it out')
@@ -304,10 +307,10 @@ class TracedPipelineStep:
     mesh = self._setting.ranks[0].abstract_mesh
     axes = self._setting.batch_axes
     step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
-    stages = self._setting.stages
+    schedule, stages = step.loop.schedule or self._setting.schedule, self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
+      self._check_stages(stages, schedule)
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)
-    schedule = step.loop.schedule or self._setting.schedule
     order, ranks, title = self._order(step.loop, schedule)
     turn = _turns(order, len(ranks) - 1)
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
@@ -335,6 +338,20 @@ class TracedPipelineStep:
       for result, number in pairs
       if number is not None and step.arguments[number] not in batch
     }
+
+  def _check_stages(self, stages: int, schedule: Schedule | None) -> None:
+    """Raises unless a schedule, or without one the mesh, has a place for a number of stages."""
+    ranks, axis = len(self._setting.ranks), self._setting.axis
+    if schedule is None and stages % ranks:
+      raise PipelineError(
+        f'stages={stages}, but the mesh axis {axis!r} has size {ranks}.\n'
+        f'Fix: pass stages={ranks}, or a multiple for several stages on each rank.'
+      )
+    if schedule is not None and stages != schedule.stages:
+      raise PipelineError(
+        f'stages={stages}, but {schedule} has {plural(schedule.stages, "stage")}.\n'
+        f'Fix: pass stages={schedule.stages}, or a schedule of {plural(stages, "stage")}.'
+      )
 
   def _order(
     self, loop: Loop, schedule: Schedule | None

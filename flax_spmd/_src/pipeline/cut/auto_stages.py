@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
 from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, in_sequence, paired
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
+from flax_spmd._src.text import plural
 from flax_spmd.errors import PipelineError
 
 FLOPS_PER_BYTE = 250
@@ -40,10 +41,11 @@ def with_ends(body: Body, stages: int) -> Body:
     marks = _usable_marks(every)
   count = _count(marks)
   if count < stages - 1:
+    fewer = f'use {count + 1} stages or fewer, or ' if count else ''
     raise PipelineError(
-      f'stages={stages}, but the model has {count} points where a stage may end: after each Linen module '
-      'that is called outside scans and branches, and of whose results no gradients of gradients are taken.\n'
-      f'Fix: use {count + 1} stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
+      f'stages={stages}, but the model has {plural(count, "point")} where a stage may end: after each Linen '
+      'module that is called outside scans, branches and nn.remat, and of whose results no gradients of '
+      f'gradients or derivatives in forward mode are taken.\nFix: {fewer}end stages by flax_spmd.pipeline.stage_end.'
     )
   positions = Positions(
     count + 1, any(direction == 'backward' for direction, _ in marks.values()), False
@@ -68,13 +70,11 @@ def with_ends(body: Body, stages: int) -> Body:
 def _differentiated_once(equations: Sequence[Equation]) -> list[Equation]:
   """The possible ends without those of modules under gradients of gradients or in forward mode, whose passes are others."""
   marks = [one for one in equations if one.primitive is may_end_p]
-  passes = Counter((one.params['number'], one.params['direction']) for one in marks)
-
-  def is_usable(number: int) -> bool:
-    is_once = passes[number, 'backward'] <= passes[number, 'forward']
-    return is_once and not passes[number, 'tangent']
-
-  return [one for one in marks if is_usable(one.params['number'])]
+  directions: dict[int, set[str]] = defaultdict(set)
+  for one in marks:
+    directions[one.params['number']].add(one.params['direction'])
+  once = {'forward'}, {'forward', 'backward'}
+  return [one for one in marks if directions[one.params['number']] in once]
 
 
 def _count(marks: Mapping[Equation, tuple[str, int]]) -> int:

@@ -201,8 +201,10 @@ def _once(arguments, equations, results) -> StepParts:
     if one.primitive in (stage_end_p, may_end_p) and one.params['direction'] == 'backward'
   ]
   if back:
+    own = [one for one in back if one.primitive is stage_end_p]
+    through = f'through stage ends outside a microbatch loop:\n{source_lines(own)}'
     raise PipelineError(
-      f'Gradients are taken through stage ends outside a microbatch loop:\n{source_lines(back)}\n'
+      f'Gradients are taken {through if own else "outside a microbatch loop."}\n'
       'Fix: take them inside flax_spmd.pipeline.accumulate, with microbatches=1 to keep the batch whole.'
     )
   constants = [value for value in eq.free_values(equations) if isinstance(value, Constant)]

@@ -3,7 +3,8 @@
 An equation that depends on the loop runs on the rank of its operands: a parameter is updated on the
 rank of its gradient. If its operands are on several ranks, it runs on the rank of the largest, and the
 others (norms, flags) are sent there. An equation that depends on arguments alone (learning rates, casts,
-masks) runs on every rank that reads its results.
+masks) runs on every rank that reads its results. One that reduces parameters (a weight penalty, a norm) runs on the
+rank that uses them: other ranks get the result, not the parameters.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class JoinedStep(NamedTuple):
     bound: those that depend on the loop, by level and rank. A level reads values that other ranks computed in the
       levels before.
     free: those that depend on arguments alone, which any rank can run.
+    reduced: what a rank computes of its arguments for other ranks: the equations, and the results that are sent.
     rank_of: the rank of every value that depends on the loop.
     indices: the number of each microbatch, as arrays.
     start: the initial value of each accumulator.
@@ -47,6 +49,7 @@ class JoinedStep(NamedTuple):
   equations: list[Equation]
   bound: dict[tuple[int, int], list[Equation]]
   free: list[Equation]
+  reduced: dict[int, tuple[list[Equation], list[Value]]]
   rank_of: dict[Value, int]
   indices: list[Constant]
   start: dict[Accumulator, Value]
@@ -94,7 +97,15 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   results = eq.resolved(known, step.results)
   live = eq.needed(equations, [*results, *body.inputs, *start.values()])
   bound, free = _assigned(live, rank_of)
-  return JoinedStep(equations, bound, free, rank_of, indices, start, kept, stacks, results)
+  read = {rank: list[Value]() for rank in stage_ranks}
+  for (_, stage), task in programs.tasks.items():
+    read[stage_ranks[stage]] += task.inputs
+  for one, initial in start.items():
+    read[rank_of[one.final]].append(initial)
+  for (_, rank), each in bound.items():
+    read[rank] += eq.free_values(each)
+  free, reduced = _reduced_apart(free, read, results)
+  return JoinedStep(equations, bound, free, reduced, rank_of, indices, start, kept, stacks, results)
 
 
 def _total(parts: list[Value], equations: list[Equation]) -> Value:
@@ -153,6 +164,62 @@ def _assigned(
     rank_of.update(dict.fromkeys(equation.outputs, rank))
     level.update(dict.fromkeys(equation.outputs, at))
   return dict(sorted(bound.items(), key=lambda item: item[0])), free
+
+
+def _reduced_apart(
+  free: list[Equation], read: Mapping[int, Iterable[Value]], results: Iterable[Value]
+) -> tuple[list[Equation], dict[int, tuple[list[Equation], list[Value]]]]:
+  """The free equations without those that reduce arrays of a rank for others; and for each rank, its `reduced`.
+
+  Args:
+    free: the equations that depend on arguments alone.
+    read: the values that each rank reads.
+    results: the results of the step.
+  """
+  producer = {value: one for one in free for value in one.outputs}
+  arrays: dict[Value, frozenset[Value]] = {}  # the arguments that a value depends on, without scalars
+  reductions: dict[Equation, frozenset[Value]] = {}
+  for one in free:
+    operands = [
+      arrays.get(value, frozenset({value} if value.aval.shape else ())) for value in one.values
+    ]
+    found = frozenset[Value]().union(*operands)
+    arrays.update(dict.fromkeys(one.outputs, found))
+    if found and _REDUCED * sum(value.bytes for value in one.outputs) <= sum(
+      x.bytes for x in one.values
+    ):
+      reductions[one] = found
+  used: dict[int | None, set[Value]] = defaultdict(set)
+
+  def use(rank: int | None, values: Iterable[Value]) -> None:
+    """Adds values that a rank uses (None: the results), with those that they come from, up to reductions."""
+    pending = [*values]
+    while pending:
+      value = pending.pop()
+      if value not in used[rank]:
+        used[rank].add(value)
+        one = producer.get(value)
+        pending += [] if one is None or one in reductions else one.values
+
+  for rank, values in read.items():
+    use(rank, values)
+  use(None, results)
+  sent: dict[int, list[Value]] = defaultdict(list)
+  for one, found in reversed(reductions.items()):
+    readers = [rank for rank, values in used.items() if not values.isdisjoint(one.outputs)]
+    home = max(read, key=lambda rank: sum(value.bytes for value in found & used[rank]))
+    if not found.isdisjoint(used[home]) and any(not found <= used[rank] for rank in readers):
+      sent[home] += one.outputs
+      used[home] |= found
+    else:
+      for rank in readers:
+        use(rank, one.values)
+  apart = {value for values in sent.values() for value in values}
+  reduced = {rank: (eq.needed(free, values), values) for rank, values in sorted(sent.items())}
+  return [one for one in free if apart.isdisjoint(one.outputs)], reduced
+
+
+_REDUCED = 8  # the operands of a reduction have at least so many times the bytes of its results
 
 
 def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:

@@ -3,7 +3,8 @@
 A microbatch passes through the stages and, if the function takes gradients, back again. Its work is a
 sequence of *positions*: the forwards of stages 0 to S-1, then the backwards of stages S-1 to 0. A mark
 ends a position; any other equation has the last position of its inputs. An equation that depends on no
-mark (casts of parameters, masks, position embeddings) gets the position of its first reader.
+mark (casts of parameters, masks, position embeddings) gets the position of its first reader. A layer on a value of an
+earlier stage, such as attention to the results of an encoder, is in the stage whose marks it is between.
 """
 
 from __future__ import annotations
@@ -187,9 +188,11 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
   """The direction of each mark of a primitive, and its index among the forward marks.
 
   A backward mark gets the index of the forward mark with its number. A number can occur several times,
-  as JAX caches traces of jitted blocks: then the last forward mark pairs with the first backward mark.
+  as JAX caches traces of jitted blocks: then the last forward mark pairs with the first backward mark. There may be
+  several backward passes of one forward pass (`jax.vjp`).
   """
   forward: dict[int, list[int]] = defaultdict(list)
+  passed: Counter[int] = Counter()
   marks: dict[Equation, tuple[str, int]] = {}
   indices = itertools.count()
   for equation in equations:
@@ -205,13 +208,14 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
       marks[equation] = direction, next(indices)
       forward[number].append(marks[equation][1])
       continue
-    if not forward[number]:
+    own = forward[number]
+    if direction == 'second' or not own:
       raise PipelineError(
-        f'The stage end at {equation.source_line} has more backward passes than forward passes: '
-        'gradients are taken of gradients.\n'
+        f'Gradients are taken of gradients through the stage end at {equation.source_line}.\n'
         'Fix: take gradients once, by jax.grad or jax.value_and_grad of the loss.'
       )
-    marks[equation] = direction, forward[number].pop()
+    passed[number] += 1
+    marks[equation] = direction, own[-passed[number] % len(own)]
   return marks
 
 
@@ -305,42 +309,60 @@ def assign(
   producer: dict[Value, Equation] = {}
   position: dict[Equation, int] = {}
   free: list[Equation] = []
+  between: dict[Equation, int] = {}
+  numbers = [number for direction, number in marks.values() if direction == 'forward']
+  is_one_call = len({*numbers}) == len(numbers)
+  passed = positions.at(0)
   for equation in body.equations:
     inputs = [(known[value], value) for value in equation.values if value in known]
-    at = max([input_at for input_at, _ in inputs], default=floors.get(equation))
-    at = at if at is None else max(at, floors.get(equation, 0))
+    at = max([floors.get(equation, 0), *(input_at for input_at, _ in inputs)]) if inputs else None
     if equation in marks:
       before, at = positions.around(*marks[equation])
+      passed = at if marks[equation][0] == 'forward' else passed
       late = [value for input_at, value in inputs if input_at > before]
       if late:
         _raise_backward_edge(equation, [producer[value] for value in late])
     elif at is None:
       free.append(equation)
       continue
+    elif is_one_call and at < min(passed, positions.stages) and not equation.has_effects:
+      between[equation] = passed
     position[equation] = at
     known.update(dict.fromkeys(equation.outputs, at))
     producer.update(dict.fromkeys(equation.outputs, equation))
-  _assign_free(body, positions, marks, position, set(free))
+  _assign_by_readers(body, positions, marks, position, set(free), between)
   return position, set(free)
 
 
-def _assign_free(
+def _assign_by_readers(
   body: Body,
   positions: Positions,
   marks: Mapping[Equation, tuple[str, int]],
   position: dict[Equation, int],
   free: set[Equation],
+  between: Mapping[Equation, int],
 ) -> None:
-  """Assigns equations that depend on no mark to the position of their first reader."""
-  first: dict[Value, int] = {}
+  """Assigns equations that depend on no mark to the position of their first reader, and moves others up to it.
+
+  `between` has the position of the marks around an equation. It moves there if it is a layer, which reads a parameter,
+  or if no more bytes are sent for its operands than for its results.
+  """
+  readers: dict[Value, set[int]] = defaultdict(set)
+  last = positions.at(positions.stages - 1)  # of the forward pass
+  computed = {value for equation in body.equations for value in equation.outputs}
   for equation in reversed(body.equations):
+    first = min((at for one in equation.outputs for at in readers[one]), default=None)
     if equation in free:
-      position[equation] = min(
-        (first[one] for one in equation.outputs if one in first), default=positions.at(0)
-      )
+      position[equation] = positions.at(0) if first is None else first
+    elif equation in between and first is not None and first <= last:
+      later = min(first, between[equation])
+      sent = [value for value in equation.values if value in computed and later not in readers[value]]
+      is_layer = any(value not in computed and value.aval.shape for value in equation.values)
+      if is_layer or sum(x.bytes for x in sent) <= sum(x.bytes for x in equation.outputs):
+        position[equation] = max(position[equation], later)
     at: int = positions.around(*marks[equation])[0] if equation in marks else position[equation]
     for value in equation.values:
-      first[value] = min(first.get(value, positions.end), at)
+      readers[value].add(at)
 
 
 def _raise_backward_edge(mark: Equation, producers: Sequence[Equation]) -> NoReturn:

@@ -139,8 +139,8 @@ def _define(primitive: Primitive, results: Callable[[Sequence[Any]], Sequence[An
 def _identity(name: str) -> Primitive:
   """A primitive that returns its operands, of any number.
 
-  Its derivatives are the same primitive, with another `direction`. Tangents of integers are symbolic zeros, which are
-  not bound.
+  Its derivatives are the same primitive, with another `direction`; derivatives of derivatives are 'second', and stay so.
+  Tangents of integers are symbolic zeros, which are not bound.
   """
   primitive = Primitive(name)
   _define(primitive, lambda operands: operands)
@@ -156,11 +156,13 @@ def _identity(name: str) -> Primitive:
 
   def jvp(primals, tangents, **params):
     results = primitive.bind(*primals, **params)
-    moved = bind(tangents, **(params | {'direction': 'tangent'}))
+    order = 'tangent' if params['direction'] == 'forward' else 'second'
+    moved = bind(tangents, **(params | {'direction': order}))
     return results, [old if new is None else new for old, new in zip(tangents, moved)]
 
   def transpose(cotangents, *_, **params):
-    return bind(cotangents, **(params | {'direction': 'backward'}))
+    order = 'second' if params['direction'] == 'second' else 'backward'
+    return bind(cotangents, **(params | {'direction': order}))
 
   batching.primitive_batchers[primitive] = batch
   ad.primitive_jvps[primitive] = jvp
@@ -170,8 +172,8 @@ def _identity(name: str) -> Primitive:
 
 
 stage_end_p = _identity('stage_end')
-"""Ends a stage. `direction` is 'forward', 'tangent' or 'backward'; `number` identifies the forward
-mark."""
+"""Ends a stage. `direction` is 'forward', 'tangent', 'backward' or 'second'; `number` identifies the
+forward mark."""
 
 microbatch_p = _identity('microbatch')
 """Starts a pass of the microbatch loop. `schedule` is the loop's schedule, or None."""

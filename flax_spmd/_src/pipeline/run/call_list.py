@@ -243,7 +243,11 @@ class CallListBuilder:
     starts = {rank: self._joined.closure(values) for rank, values in self._needed.items()}
     ends, result_ranks = self._ends(starts)
     read = {key: eq.free_values(equations) for key, equations in ends.items()}
-    calls = [_call_once(program) for program in self._start_programs(starts, read)]
+    reduced = [
+      StageProgram(f'reduce_{rank}', rank, equations, eq.free_values(equations), values)
+      for rank, (equations, values) in self._joined.reduced.items()
+    ]
+    calls = [_call_once(program) for program in [*reduced, *self._start_programs(starts, read)]]
     calls += [call for scheduled in self._order for call in self._loop_call(scheduled)]
     calls += [_call_once(program) for program in self._end_programs(ends, read, result_ranks)]
     results = {
@@ -415,6 +419,8 @@ class CallListBuilder:
       | {*self._needed[rank], *needed[rank]}
       for rank in self._ranks
     }
+    for rank, (equations, values) in self._joined.reduced.items():
+      uses[rank].update(eq.free_values(equations), values)
     result_ranks: dict[Value, list[int]] = {}
     for value in dict.fromkeys(self._joined.results):
       if value in self._arguments or isinstance(value, Constant):
