@@ -73,8 +73,8 @@ def _is_affected(product: compat.Product) -> bool:
   """Whether XLA's result is doubtful.
 
   A dimension over several axes is safe if its operand is sharded alike and stays where it is: the other operand uses
-  none of these axes, or XLA moves that one, as its shard is smaller. The rule follows from 1,145 random products, of
-  which XLA computed 175 wrongly; it finds all of these.
+  none of these axes, or XLA moves that one, as its shard is smaller. Of 631 random products that were drawn towards this
+  case XLA computed 130 wrongly; the rule finds all of these, and 213 others.
   """
   summed = _reused(product)
   if not any(axes and summed.issuperset(axes) for axes in product.result.axes):
