@@ -188,10 +188,10 @@ class Estimator:
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
       target: hardware to estimate for, as text such as `'h100:8'` or parsed.
-      partition: whether to partition the whole step, which takes a few seconds; with a `reason`, it always is. Without it, FLOPs, collectives and memory
-        are estimated, in a tenth of the time; for GPUs, XLA then partitions the single operations for which it has several ways.
-        Where a model is written in another way than those that estimates were compared for, memory can be off by half, so such
-        an estimate is always in doubt.
+      partition: whether to partition the whole step, which takes a few seconds; with a `reason`, it always is. Without
+        it, FLOPs, collectives and memory are estimated, in a tenth of the time; for GPUs, XLA then partitions the single
+        operations for which it has several ways. Where a model is written in another way than those that estimates were
+        compared for, memory can be off by half, so such an estimate is always in doubt.
 
     Returns:
       The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.

@@ -88,8 +88,8 @@ def search(
     tensor: largest number of devices for tensor parallelism. Default: the devices of one node.
     host: path expressions of arrays that may be in the host's memory between steps, such as `'^opt_state/'`. Each
       is tried with and without `host`. Pipelines keep all arrays on the device.
-    candidates: number of layouts to estimate, and again for each pipeline; fewer if the step uses mesh axes itself. Simplifying the best ones
-      adds a few.
+    candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones
+      adds a few. If the step uses mesh axes itself, a hundred at most.
     time_limit: seconds for the whole search. With a limit, the result depends on the speed of this
       machine.
     top: number of the best layouts to compile, besides the best of each preset, and number of pipelines
