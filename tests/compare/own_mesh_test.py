@@ -225,6 +225,24 @@ def test_a_step_with_mesh_axes_is_partitioned_for_each_layout(
     estimator.estimate(layouts()['fsdp'], 'cpu:8')
 
 
+def test_a_kernel_of_unknown_costs_is_a_doubt(tpu_compiler):
+  pallas = pytest.importorskip('jax.experimental.pallas')
+
+  def doubled(x, out):
+    out[...] = 2 * x[...]
+
+  def of(layout):
+    kernel = lambda x: pallas.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    mapped = jax.shard_map(
+      kernel, mesh=layout.mesh, in_specs=P('data'), out_specs=P('data'), check_vma=False
+    )
+    return TrainStep(lambda w, x: (w, jnp.sum(mapped(x) @ w)), lambda: jnp.ones((EMBED, EMBED)), X)
+
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  estimate = Estimator(of, platform='tpu').estimate(layout, 'v5e:2x4')
+  assert estimate.doubts == ('the costs of the kernel tpu_custom_call are unknown',)
+
+
 def test_a_search_partitions_a_step_with_mesh_axes(gpu_compiler):
   result = search(constrained_by_axes, 'h100:8', mesh=MESHES['fsdp'], candidates=12, top=1)
   assert result.best.source == 'compiled:h100'

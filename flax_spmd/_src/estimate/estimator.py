@@ -224,7 +224,8 @@ class Estimator:
       raise self._not_partitioned(platform)
     used = sum(argument_bytes(lowered)) - lowered.unused_bytes
     outcome = step_outcome('', lowered, step.counts, step.memory, step.memory - used, target)
-    doubts = dict.fromkeys((*outcome.doubts, *step.doubts))
+    unknown = [f'the costs of the kernel {name} are unknown' for name, _ in step.counts.opaque]
+    doubts = dict.fromkeys((*outcome.doubts, *step.doubts, *unknown))
     close = _memory_doubts(step.memory, target.chip.memory, _MEMORY_ERROR[PARTITIONED])
     return outcome._replace(source=PARTITIONED, doubts=(*doubts, *close))
 

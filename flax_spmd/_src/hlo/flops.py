@@ -21,6 +21,7 @@ _CONTRACTING = re.compile(r'lhs_contracting_dimensions\\?":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
 _CAUSAL = re.compile(r'mask_type\\?":\s*\\?"(?:PADDING_)?CAUSAL')
 _WINDOW = re.compile(r'sliding_window_length\\?":\s*(\d+)')
+_OF_GROUPS = 'ragged-dot-metadata'  # a kernel of XLA's for TPUs: the first row of each group
 _GIVEN_FLOPS = re.compile(r'cost_estimate\\?"\s*:\s*\{[^}]*?flops\\?"\s*:\s*\\?"?(\d+)')
 _NEGLIGIBLE = re.compile(r'threefry|rng|TopK|topk|callback|annotate', re.IGNORECASE)
 _ANNOTATIONS = re.compile(
@@ -62,7 +63,7 @@ def flops(instruction: Instruction, computation: Computation) -> float | None:
   if op not in ('dot', 'ragged-dot', 'convolution', 'custom-call'):
     return 0
   arrays = [operand.shapes[0] for operand in computation.operands(instruction) if operand.shapes]
-  if is_annotation(instruction):
+  if is_annotation(instruction) or instruction.name.startswith(_OF_GROUPS):
     return 0
   # The result of a start is a tuple (operands, result, ...).
   results = instruction.shapes[len(arrays) :] if op != instruction.op else instruction.shapes
