@@ -1302,7 +1302,7 @@ class ProductArray(NamedTuple):
   shards: tuple[int, ...]
 
 
-class Product(NamedTuple):
+class PropagatedProduct(NamedTuple):
   """A matrix product in a lowered program.
 
   Attributes:
@@ -1325,7 +1325,7 @@ class PropagatedOperations(NamedTuple):
   """The operations of a lowered program that XLA may compute wrongly."""
 
   convolutions: list[Convolution]
-  products: list[Product]
+  products: list[PropagatedProduct]
 
 
 def propagated_operations(lowered: Any, sizes: Mapping[str, int]) -> PropagatedOperations:
@@ -1375,7 +1375,7 @@ def _convolution_array(
   return ConvolutionArray(shape, spatial, feature, axes, shards)
 
 
-def _propagated_product(op: Any, sizes: Mapping[str, int]) -> Product:
+def _propagated_product(op: Any, sizes: Mapping[str, int]) -> PropagatedProduct:
   numbers = stablehlo.DotDimensionNumbers(op.attributes['dot_dimension_numbers'])
   left, right, result = (_product_array(value, sizes) for value in (*op.operands, op.results[0]))
   batches = [*zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True)]
@@ -1383,7 +1383,9 @@ def _propagated_product(op: Any, sizes: Mapping[str, int]) -> Product:
   of_left, of_right = ({each[side] for each in (*batches, *summed)} for side in (0, 1))
   rows = [(dim, None) for dim in range(len(left.shape)) if dim not in of_left]
   columns = [(None, dim) for dim in range(len(right.shape)) if dim not in of_right]
-  return Product(str(op.location), left, right, result, (*summed,), (*batches, *rows, *columns))
+  return PropagatedProduct(
+    str(op.location), left, right, result, (*summed,), (*batches, *rows, *columns)
+  )
 
 
 def _product_array(value: Any, sizes: Mapping[str, int]) -> ProductArray:

@@ -20,7 +20,9 @@ from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location, warn
 _KIND = 'reused axes'
 
 
-def warn_of_reused_axes(name: str, products: Iterable[compat.Product], reported: set[str]) -> None:
+def warn_of_reused_axes(
+  name: str, products: Iterable[compat.PropagatedProduct], reported: set[str]
+) -> None:
   """Warns once of the products of a function that XLA may compute wrongly.
 
   Args:
@@ -51,7 +53,7 @@ def has_products(jaxpr: Any, mesh: Any) -> bool:
   return axes > 2 and compat.needs_primitive(jaxpr, 'dot_general')
 
 
-def _line(product: compat.Product) -> str:
+def _line(product: compat.PropagatedProduct) -> str:
   """The line of the warning about a product."""
   shape, axes, _ = product.result
   summed = _reused(product)
@@ -63,13 +65,13 @@ def _line(product: compat.Product) -> str:
   return f'  {shape} with {sharded} at {line_of_location(product.location) or UNKNOWN_LINE}'
 
 
-def _reused(product: compat.Product) -> set[str]:
+def _reused(product: compat.PropagatedProduct) -> set[str]:
   """The mesh axes of a product's sum."""
   pairs = ((product.left.axes[left], product.right.axes[right]) for left, right in product.summed)
   return {axis for left, right in pairs for axis in left if axis in right}
 
 
-def _is_affected(product: compat.Product) -> bool:
+def _is_affected(product: compat.PropagatedProduct) -> bool:
   """Whether XLA's result is doubtful.
 
   A dimension over several axes is safe if its operand is sharded alike and stays where it is: the other operand uses
@@ -85,7 +87,7 @@ def _is_affected(product: compat.Product) -> bool:
   )
 
 
-def _is_kept(product: compat.Product, dim: int) -> bool:
+def _is_kept(product: compat.PropagatedProduct, dim: int) -> bool:
   """Whether a dimension of the result is sharded as that of its operand, which stays where it is."""
   axes, operands, sources = product.result.axes[dim], (product.left, product.right), product.sources[dim]
   if any(at is not None and each.axes[at] != axes for each, at in zip(operands, sources, strict=True)):
