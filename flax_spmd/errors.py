@@ -81,7 +81,7 @@ class TargetDeviceError(FlaxSpmdError, ValueError):
 
 
 class EstimatorError(FlaxSpmdError, NotImplementedError):
-  """Raised when a step can only be partitioned (`shard_map`, unsupported jaxlib), and the target's compiler is missing."""
+  """Raised when a step can only be partitioned (`shard_map`, unsupported jaxlib), and nothing here can for the target."""
 
 
 class SearchError(FlaxSpmdError, ValueError):

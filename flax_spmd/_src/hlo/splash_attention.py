@@ -15,7 +15,7 @@ import re
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction
 from flax_spmd._src.hlo.trip_counts import THROUGH
 
-KERNEL = re.compile(r'splash_m[hq]a_(fwd|dq|dkv)')
+_KERNEL = re.compile(r'splash_m[hq]a_(fwd|dq|dkv)')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _INTEGERS = re.compile(r'[su]\d+\[')
 _BLOCKS = {'fwd': ('block_q', 'block_kv'), 'dq': ('block_q_dq', 'block_kv_dq')}
@@ -32,7 +32,7 @@ def splash_flops(call: Instruction, inside: Computation, module: HloModule) -> f
     inside: computation that contains it.
     module: module with that computation; its text has large constants.
   """
-  kernel = KERNEL.match(call.name)
+  kernel = _KERNEL.match(call.name)
   operands = inside.operands(call)
   masks = [one for one in operands[:3] if _INTEGERS.match(one.type)]
   arrays = operands[len(masks) : len(masks) + 3]
@@ -82,6 +82,11 @@ def _constant(value: Instruction | None, inside: Computation, module: HloModule)
   if value.op != 'get-tuple-element' or state is None or state.op != 'parameter':
     return None
   index = int(value.attributes['index'])
+  left = inside.operands(inside.result) if inside.result else []
+  if index >= len(left) or left[index].attributes.get('index') != str(
+    index
+  ):  # another mask in the next round
+    return None
   for outside in module.computations.values():
     for loop in outside.instructions.values():
       if loop.op == 'while' and loop.computation('body') == inside.name:
