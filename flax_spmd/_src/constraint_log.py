@@ -67,8 +67,11 @@ _trace_key = jax.make_user_context(None)  # part of the key of JAX's caches, so 
 
 
 @contextlib.contextmanager
-def record_constraints() -> Iterator[list[ConstraintRequest]]:
+def record_constraints(*, anew: bool = True) -> Iterator[list[ConstraintRequest]]:
   """Records the constraints of the functions that this task traces in a block; complete at its end.
+
+  Args:
+    anew: whether functions inside that JAX has a trace of are traced again, as they would be missing.
 
   Example:
     >>> with record_constraints() as requests:
@@ -77,12 +80,16 @@ def record_constraints() -> Iterator[list[ConstraintRequest]]:
     (('batch',), 'there are no rules for names')
   """
   log: dict[ConstraintRequest, int] = {}
+  around = _log.get()
   requests: list[ConstraintRequest] = []
+  traced_again = _trace_key(object()) if anew else contextlib.nullcontext()
   try:
-    with assigned(_log, log), _trace_key(object()), compat.flax_constraints(_report_flax):
+    with assigned(_log, log), traced_again, compat.flax_constraints(_report_flax):
       yield requests
   finally:
     requests += [request._replace(times=times) for request, times in log.items()]
+    if around is not None:
+      around.update({request: around.get(request, 0) + times for request, times in log.items()})
 
 
 def report_constraint(

@@ -16,7 +16,6 @@ import jax
 
 from flax_spmd._src.compare.activation_moves import unconstrained_axes
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.replicated_batches import replicated_batches
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import (
   lower_for_target,
@@ -25,6 +24,7 @@ from flax_spmd._src.compat import (
   used_arguments,
 )
 from flax_spmd._src.constraint_log import record_constraints
+from flax_spmd._src.jit.replicated_batches import batch_sizes, replicated_batches
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.rows import Row
@@ -88,11 +88,14 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
   used = set(used_arguments(lowered))
   arrays = enumerate(jax.tree.leaves((state, batch)))
   described = describe_arguments(abstract, state, batch)
+  replicated = replicated_batches(
+    requests, batch_sizes(batch), [leaf.shape for leaf in jax.tree.leaves(state)]
+  )
   return described._replace(
     code=program_bytes(lowered),
     identity=identity_of(lowered, text),
     dtype=dtype_of(text),
-    findings=[*replicated_batches(requests, batch), *described.findings],
+    findings=[*replicated, *described.findings],
     unconstrained=unconstrained_axes(state, batch, traced.jaxpr),
     unused_bytes=sum(_bytes_on_device(array) for index, array in arrays if index not in used),
   )

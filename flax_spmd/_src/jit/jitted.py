@@ -50,6 +50,7 @@ from flax_spmd._src.jit.planned_traces import (
   repeated,
 )
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
+from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
 from flax_spmd._src.jit.required_shardings import (
   LeafShardings,
   check_required,
@@ -451,7 +452,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
       inputs = self._inputs_of_call(dynamic, kwargs)
       known = dynamic if inputs is None else with_shardings(dynamic, inputs.shardings)
       anchored = not self._is_on_mesh(known)
-      traced = self._traced.trace(anchored, args, kwargs)
+      with record_constraints(anew=False) as constraints:
+        traced = self._traced.trace(anchored, args, kwargs)
       result = traced.out_info
       check_meshes(traced.jaxpr, self._mesh)
       warn_of_grouped_convolutions(self._name, traced.jaxpr, self._mesh, self.reported)
@@ -465,9 +467,12 @@ class Jitted(UnderLayout, Generic[P, Result]):
       )
       outputs = LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
       batch = None if self._find_batch is None else self._find_batch(known, result, traced.jaxpr)
-      if self._find_batch and batch is None:
-        found = (known, self._arguments.named_path, traced.jaxpr, self._mesh, self.in_force.rules)
-        warn_of_whole_batches(self._name, *found, self.reported)
+      if self._find_batch:
+        found = (known, traced.jaxpr, self._mesh, self.in_force.rules, self.reported)
+        if isinstance(self._mesh, Mesh):  # for others it is a finding of `compare`
+          warn_of_replicated_batches(self._name, constraints, *found)
+        if batch is None:
+          warn_of_whole_batches(self._name, self._arguments.named_path, *found)
       hosted = tuple(index for index, each in enumerate(results) if each.on_host)
       program = JitProgram(inputs, outputs, anchored, batch, hosted)
       if program not in self.functions:

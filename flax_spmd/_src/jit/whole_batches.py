@@ -31,8 +31,8 @@ from flax_spmd._src.tree_paths import path_string
 
 def warn_of_whole_batches(
   name: str,
-  dynamic: tuple[tuple, dict[str, Any]],
   named_path: Callable[[Any], Any],
+  dynamic: tuple[tuple, dict[str, Any]],
   jaxpr: Any,
   mesh: MeshLike,
   rules: Rules,
@@ -45,8 +45,8 @@ def warn_of_whole_batches(
 
   Args:
     name: the function.
-    dynamic: the arguments `(args, kwargs)`, with their shardings.
     named_path: function from the path of a leaf of the arguments to one that begins with the parameter.
+    dynamic: the arguments `(args, kwargs)`, with their shardings.
     jaxpr: the program, as traced.
     mesh, rules: those of the layout.
     reported: the kinds of warnings already issued.
