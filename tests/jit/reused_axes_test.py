@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd import pipeline
+from flax_spmd.explore import Pipeline, TrainStep, compare, search
 
 RULES = (
   ('batch', ('data', 'fsdp')),
@@ -113,3 +115,66 @@ def test_no_wrong_product_is_silent(is_batched):
       wrong += 1
       assert any('rows of other devices' in str(one.message) for one in caught), (specs, to)
   assert wrong > 5
+
+
+def train_step():
+  """A step with a product that XLA computes wrongly under `RULES`."""
+
+  def create():
+    return spmd.LogicallyPartitioned(jnp.ones((64, 64)), ('mlp', 'embed'))
+
+  def step(kernel, x):
+    return kernel, jnp.sum(project(x, kernel.unbox()))
+
+  return TrainStep(
+    step, create, jax.ShapeDtypeStruct((64, 64), jnp.float32), placements=('batch', 'mlp')
+  )
+
+
+FINDING = (
+  'XLA may return the rows of other devices for these products, of which one dimension of the result is '
+  'sharded over an axis that is summed over, and another over several axes: '
+  "(64, 64) with dim 0 over 'data' x 'fsdp', dim 1 over 'tensor' again at reused_axes_test.py:LINE. "
+  'Fix: constrain the result of the product twice, first without that axis: '
+  'y = with_logical_constraint(y, (batch name, None)), and then as it is.'
+)
+
+
+def test_compare_reports_such_products():
+  mesh = spmd.abstract_mesh({'data': 2, 'fsdp': 2, 'tensor': 2})
+  rows = {'doubtful': spmd.Layout(mesh, RULES), 'right': spmd.Layout(mesh, RULES[:3])}
+  doubtful, right = compare(train_step(), rows, 'cpu:8')
+  assert [re.sub(r':\d+\.', ':LINE.', each) for each in doubtful.program.findings] == [FINDING]
+  assert right.program.findings == []
+
+
+def test_a_search_reports_them_of_its_best_layout():
+  mesh, pins = {'data': 2, 'fsdp': 2, 'tensor': 2}, dict(RULES)
+  result = search(train_step(), 'cpu:8', mesh=mesh, pin=pins, candidates=5, top=1)
+  assert any(
+    re.sub(r':\d+\.', ':LINE.', each) == f'The best layout: {FINDING}' for each in result.remarks
+  )
+
+
+def test_compare_reports_those_of_the_stages_of_a_pipeline():
+  def create():
+    return [spmd.LogicallyPartitioned(jnp.ones((64, 64)), ('mlp', 'embed')) for _ in range(2)]
+
+  def loss(kernels, x):
+    hidden = pipeline.stage_end(jnp.tanh(x @ kernels[0].unbox()))
+    hidden = spmd.with_logical_constraint(hidden, ('batch', 'mlp'))
+    return jnp.sum(project(hidden, kernels[1].unbox()) ** 2)
+
+  def step(kernels, x):
+    of_microbatch = lambda x: jax.value_and_grad(loss)(kernels, x)
+    value, gradients = pipeline.accumulate(of_microbatch, x, microbatches=2)
+    return jax.tree.map(lambda kernel, gradient: kernel - gradient, kernels, gradients), value
+
+  train = TrainStep(
+    step, create, jax.ShapeDtypeStruct((128, 64), jnp.float32), placements=('batch', 'mlp')
+  )
+  mesh = spmd.abstract_mesh({'stage': 2, 'data': 2, 'fsdp': 2, 'tensor': 2})
+  row = Pipeline(spmd.Layout(mesh, RULES), pipeline.GPipe(ranks=2))
+  [outcome] = compare(train, {'staged': row}, 'cpu:16')
+  [finding] = outcome.program.findings
+  assert finding.startswith(FINDING.partition(': ')[0])

@@ -26,6 +26,7 @@ from flax_spmd._src.compare.lowering import (
   LoweredStep,
   abstract_arguments,
   describe_arguments,
+  doubtful_operations_of,
   dtype_of,
   identity_of,
   layout_on_target,
@@ -109,6 +110,7 @@ class CutStep(NamedTuple):
     layout: layout on an abstract mesh.
     state: abstract state.
     batch: abstract batch.
+    jaxpr: the step, as traced.
     lowered: the calls and transfers of the step, in order.
     schedule: schedule of the microbatch loop.
     microbatches: number of microbatches.
@@ -117,6 +119,7 @@ class CutStep(NamedTuple):
   layout: Layout
   state: Any
   batch: Any
+  jaxpr: Any
   lowered: LoweredPipelineStep
   schedule: Schedule
   microbatches: int
@@ -136,14 +139,15 @@ def cut_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target) 
       host_after=pipeline.host_after,
       donate_argnums=0 if whole.donate else None,
     )
-    lowered = jitted.lower(state, batch)
+    traced = jitted.trace(state, batch)
+    lowered = traced.lower()
   if lowered.microbatches is None or lowered.schedule is None:
     raise PipelineError(
       'The step has no microbatch loop, so there is no schedule to compare.\n'
       'Fix: compute its gradients in flax_spmd.pipeline.accumulate.'
     )
   _check_schedule(lowered.schedule, pipeline.schedule)
-  return CutStep(layout, state, batch, lowered, lowered.schedule, lowered.microbatches)
+  return CutStep(layout, state, batch, traced.jaxpr, lowered, lowered.schedule, lowered.microbatches)
 
 
 def _step_of_a_rank(train_step: TrainStepLike, layout: Layout, axis: str) -> Callable[..., Any]:
@@ -172,9 +176,13 @@ def lower_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target
   plan = cut.lowered.offline(target.chip.platform)
   rank_layout = layout.replace(mesh=submesh(layout.mesh, pipeline.axis, [0]))
   programs = {unit: _program(one.lowered, rank_layout) for unit, one in plan.programs.items()}
+  on_rank = describe_arguments(rank_layout, _shapes(cut.state), cut.batch)
+  doubtful = doubtful_operations_of(
+    cut.jaxpr, lambda: [one.lowered for one in plan.programs.values()], rank_layout.mesh
+  )
   return LoweredPipeline(
     layout,
-    describe_arguments(rank_layout, _shapes(cut.state), cut.batch),
+    on_rank._replace(findings=[*doubtful, *on_rank.findings]),
     programs,
     plan,
     _paths(cut.state, cut.batch),

@@ -259,7 +259,7 @@ class Estimator:
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
-    lowered = lambda: lower(self._given, layout, target).code
+    lowered = lambda: lower(self._given, layout, target, with_findings=False).code
     bound = self._train_step.with_axis(layout, of_mesh=True)
     costs = program.costs(bound, shardings, target, lowered if partition else None)
     argument_bytes = [

@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple
 
 from flax_spmd._src import compat
-from flax_spmd._src.jit.reused_axes import has_products, warn_of_reused_axes
-from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
+from flax_spmd._src.jit.reused_axes import REUSED_AXES, SUM_FIRST, has_products, reused_axes
+from flax_spmd._src.jit.sharded_windows import (
+  KEEP_WHOLE,
+  SHARDED_WINDOWS,
+  has_windows,
+  sharded_windows,
+)
 from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.source_lines import warn
+
+
+class DoubtfulOperations(NamedTuple):
+  """The operations of a function that XLA may compute wrongly for one reason.
+
+  Attributes:
+    reason: the possible fault, and its condition.
+    lines: shape, sharding and source line of each.
+    fix: the change that avoids it.
+  """
+
+  reason: str
+  lines: list[str]
+  fix: str
+
+
+def doubtful_operations(
+  jaxpr: Any, lower: Callable[[], Iterable[Any]], mesh: Any, known: Container[str] = ()
+) -> list[DoubtfulOperations]:
+  """The operations of a function that XLA may compute wrongly, by reason.
+
+  Args:
+    jaxpr: its program.
+    lower: returns its lowered programs; not called for a program without such operations.
+    mesh: the mesh of the layout, or of a stage.
+    known: the reasons that are not looked for.
+  """
+  windows = SHARDED_WINDOWS not in known and has_windows(jaxpr, mesh)
+  products = REUSED_AXES not in known and has_products(jaxpr, mesh)
+  if not (windows or products):
+    return []
+  programs = [compat.propagated_operations(lowered, axis_sizes(mesh)) for lowered in lower()]
+  found = []
+  if windows:
+    lines = sharded_windows((one for each in programs for one in each.convolutions), mesh.size)
+    found.append(DoubtfulOperations(SHARDED_WINDOWS, lines, KEEP_WHOLE))
+  if products:
+    lines = reused_axes(one for each in programs for one in each.products)
+    found.append(DoubtfulOperations(REUSED_AXES, lines, SUM_FIRST))
+  return [each for each in found if each.lines]
 
 
 def warn_of_doubtful_operations(
   name: str, jaxpr: Any, lower: Callable[[], Iterable[Any]], mesh: Any, reported: set[str]
 ) -> None:
-  """Warns once per kind of the operations of a function that XLA may compute wrongly.
+  """Warns once per reason of the operations of a function that XLA may compute wrongly.
 
   Args:
     name: the function.
-    jaxpr: its program.
-    lower: returns its lowered programs; not called for a program without such operations.
-    mesh: the mesh of the layout, or of a stage.
+    jaxpr, lower, mesh: as for `doubtful_operations`.
     reported: the kinds of warnings already issued.
 
   Warns:
     UserWarning: lists every such operation, with a fix.
   """
-  windows, products = has_windows(jaxpr, mesh), has_products(jaxpr, mesh)
-  if not (windows or products):
-    return
-  found = [compat.propagated_operations(lowered, axis_sizes(mesh)) for lowered in lower()]
-  if windows:
-    convolutions = [one for operations in found for one in operations.convolutions]
-    warn_of_sharded_windows(name, convolutions, mesh.size, reported)
-  if products:
-    warn_of_reused_axes(name, [one for operations in found for one in operations.products], reported)
+  for each in doubtful_operations(jaxpr, lower, mesh, reported):
+    reported.add(each.reason)
+    lines = ''.join(f'\n  {line}' for line in each.lines)
+    warn(f'{name}: {each.reason}:{lines}\nFix: {each.fix}')

@@ -15,36 +15,21 @@ from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location, warn
+from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location
 
-_KIND = 'reused axes'
+REUSED_AXES = (
+  'XLA may return the rows of other devices for these products, of which one dimension of the result is '
+  'sharded over an axis that is summed over, and another over several axes'
+)
+SUM_FIRST = (
+  'constrain the result of the product twice, first without that axis: '
+  'y = with_logical_constraint(y, (batch name, None)), and then as it is.'
+)
 
 
-def warn_of_reused_axes(
-  name: str, products: Iterable[compat.PropagatedProduct], reported: set[str]
-) -> None:
-  """Warns once of the products of a function that XLA may compute wrongly.
-
-  Args:
-    name: the function.
-    products: those of its lowered programs.
-    reported: the kinds of warnings already issued.
-
-  Warns:
-    UserWarning: lists every such product, with a fix.
-  """
-  if _KIND in reported:
-    return
-  lines = list(dict.fromkeys(_line(each) for each in products if _is_affected(each)))
-  if lines:
-    reported.add(_KIND)
-    warn(
-      f'{name}: XLA may return the rows of other devices for these products, of which one dimension of the result is '
-      'sharded over an axis that is summed over, and another over several axes:\n'
-      + '\n'.join(lines)
-      + '\nFix: constrain the result of the product twice, first without that axis: '
-      'y = with_logical_constraint(y, (batch name, None)), and then as it is.'
-    )
+def reused_axes(products: Iterable[compat.PropagatedProduct]) -> list[str]:
+  """The products of lowered programs that XLA may compute wrongly, a line for each."""
+  return list(dict.fromkeys(_line(each) for each in products if _is_affected(each)))
 
 
 def has_products(jaxpr: Any, mesh: Any) -> bool:
@@ -54,7 +39,7 @@ def has_products(jaxpr: Any, mesh: Any) -> bool:
 
 
 def _line(product: compat.PropagatedProduct) -> str:
-  """The line of the warning about a product."""
+  """The shape, the sharding and the source line of a product."""
   shape, axes, _ = product.result
   summed = _reused(product)
   sharded = ', '.join(
@@ -62,7 +47,7 @@ def _line(product: compat.PropagatedProduct) -> str:
     for dim, each in enumerate(axes)
     if each
   )
-  return f'  {shape} with {sharded} at {line_of_location(product.location) or UNKNOWN_LINE}'
+  return f'{shape} with {sharded} at {line_of_location(product.location) or UNKNOWN_LINE}'
 
 
 def _reused(product: compat.PropagatedProduct) -> set[str]:

@@ -16,36 +16,27 @@ from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location, warn
+from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location
+
+SHARDED_WINDOWS = (
+  'XLA may return multiples of the right values for these convolutions, of which a spatial dimension '
+  'is sharded and arrays are in several copies'
+)
+KEEP_WHOLE = (
+  'keep the spatial dimensions whole, by '
+  'with_logical_constraint(x, (batch name, *[None] * spatial dimensions, feature name)) for the input and the '
+  'result of the layer; or shard batch and spatial dimensions over all axes of the mesh.'
+)
 
 
-def warn_of_sharded_windows(
-  name: str, convolutions: Iterable[compat.Convolution], devices: int, reported: set[str]
-) -> None:
-  """Warns once of the convolutions of a function that XLA may compute wrongly.
+def sharded_windows(convolutions: Iterable[compat.Convolution], devices: int) -> list[str]:
+  """The convolutions of lowered programs that XLA may compute wrongly, a line for each of their arrays that is sharded so.
 
   Args:
-    name: the function.
-    convolutions: those of its lowered programs.
+    convolutions: those of the programs.
     devices: number of devices of the mesh, or of a stage.
-    reported: the kinds of warnings already issued.
-
-  Warns:
-    UserWarning: lists every such convolution, with a fix.
   """
-  if 'windows' in reported:
-    return
-  lines = list(dict.fromkeys(line for each in convolutions for line in _lines(each, devices)))
-  if lines:
-    reported.add('windows')
-    warn(
-      f'{name}: XLA may return multiples of the right values for these convolutions, of which a spatial dimension '
-      'is sharded and arrays are in several copies:\n'
-      + '\n'.join(lines)
-      + '\nFix: keep the spatial dimensions whole, by '
-      'with_logical_constraint(x, (batch name, *[None] * spatial dimensions, feature name)) for the input and the '
-      'result of the layer; or shard batch and spatial dimensions over all axes of the mesh.'
-    )
+  return list(dict.fromkeys(line for each in convolutions for line in _lines(each, devices)))
 
 
 def has_windows(jaxpr: Any, mesh: Any) -> bool:
@@ -55,12 +46,12 @@ def has_windows(jaxpr: Any, mesh: Any) -> bool:
 
 
 def _lines(convolution: compat.Convolution, devices: int) -> Iterator[str]:
-  """The lines of the warning about a convolution, one for each array that is sharded so."""
+  """The shape, the sharding and the source line of each array of a convolution that is sharded so."""
   for array in _affected(convolution, devices):
     line = line_of_location(convolution.location) or UNKNOWN_LINE
     sharded = (dim for dim in array.spatial if array.shards[dim] > 1)
     axes = ', '.join(f'dim {dim} over {" x ".join(map(repr, array.axes[dim]))}' for dim in sharded)
-    yield f'  {array.shape} with {axes} at {line}'
+    yield f'{array.shape} with {axes} at {line}'
 
 
 def _affected(convolution: compat.Convolution, devices: int) -> list[compat.ConvolutionArray]:

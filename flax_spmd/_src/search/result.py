@@ -224,14 +224,16 @@ class SearchResult:
 
   @property
   def remarks(self) -> list[str]:
-    """The check of the estimates in one line, or that there is none, and the notes."""
+    """The check of the estimates in one line, or that there is none, the findings of the best layout, and the notes."""
     estimated = any(one.source in (ESTIMATED, PARTITIONED) for one in self.estimates)
     unchecked = [_UNCHECKED] if estimated else []
     equal = (
       f'As fast as the best, within {100 * NOISE:.0f} %: {"; ".join(self.ties)}.' if self.ties else ''
     )
     checked = [str(self.check)] if self.check else unchecked
-    return [*checked, *([equal] if equal else []), *self.notes]
+    program = self.best.program
+    findings = [f'The best layout: {each}' for each in program.findings] if program else []
+    return [*checked, *([equal] if equal else []), *findings, *self.notes]
 
   def _table(self, title: str, outcomes: Sequence[Outcome]) -> RenderableType:
     from rich.table import Table

@@ -177,7 +177,7 @@ def _identity(task: SearchTask, facts: ModelFacts) -> str:
   names = [name for name in facts.names if name != 'devices']
   mesh = abstract_mesh({**dict.fromkeys(names, 1), 'devices': task.target.devices})
   layout = Layout(mesh, tuple((name, name) for name in names))
-  program = lower(task.train_step, layout, task.target)
+  program = lower(task.train_step, layout, task.target, with_findings=False)
   return f'{program.identity} {train_step_on(layout, task.train_step).donate}'
 
 
