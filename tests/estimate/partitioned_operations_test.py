@@ -21,7 +21,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compare import partitioner as partitioner_module
 from flax_spmd._src.compare.partitioner import Partitioner
 from flax_spmd._src.compat import partition_program
-from flax_spmd._src.estimate import cost_walk, estimator, mlir, partitioned_operations
+from flax_spmd._src.estimate import estimator, mlir, partitioned_operations, unsure_operations
 from flax_spmd._src.estimate.doubts import Bound
 from flax_spmd._src.estimate.graph import GraphValue, Op
 from flax_spmd._src.estimate.partitioned_operations import (
@@ -229,7 +229,7 @@ def test_estimates_are_not_in_doubt_where_the_partition_confirms_them(monkeypatc
   layout = spmd.Layout(spmd.abstract_mesh({'a': 4, 'idle': 2}), rules)
   asked = []
   monkeypatch.setattr(
-    cost_walk, 'adopted', lambda op, *rest: asked.append(op.kind) or adopted(op, *rest)
+    unsure_operations, 'adopted', lambda op, *rest: asked.append(op.kind) or adopted(op, *rest)
   )
   with_partitions = Estimator(train_step).estimate(layout, 'h100:8')
   monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)

@@ -12,11 +12,11 @@ every value (`mlir`), and one walk over the program counts FLOPs, memory traffic
 memory (`cost_walk`):
 
 * each operation requires shardings of its operands (`requirements`, `operations`, `matmuls`, `gather_scatter`);
-* a value with another sharding is resharded (`resharding`), in the dtype that is cheapest to send (`wire_dtypes`);
+* a value with another sharding is resharded (`value_moves`, `resharding`), in the dtype that is cheapest to send (`wire_dtypes`);
 * independent collectives are combined into one (`collective_combiner`);
 * a value occupies memory from its definition to its last use, unless it is fused (`live_buffers`).
 
-Where XLA for GPUs could choose otherwise, it is asked about that operation, if it is installed (`partitioned_operations`).
+Where XLA for GPUs could choose otherwise, it is asked about that operation, if it is installed (`unsure_operations`, `partitioned_operations`).
 Where doubts remain, the estimate carries them.
 
 A step that uses mesh axes itself, in a `shard_map` say, has no program for all layouts. The compiler partitions it for each.

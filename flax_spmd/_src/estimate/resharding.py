@@ -452,3 +452,24 @@ def is_ambiguous(ops: Sequence[CollectiveOp]) -> bool:
 def wire_bytes(ops: Sequence[CollectiveOp], sizes: Mapping[str, int]) -> float:
   """Bytes that each device sends."""
   return sum(wire(op.kind, op.bytes, shard_count(op.axes, sizes)) for op in ops)
+
+
+def move_shards(ops: Sequence[CollectiveOp]) -> bool:
+  """Whether one of these collectives sends shards to other places."""
+  return any(op.kind in ('all-to-all', 'collective-permute') for op in ops)
+
+
+def are_gathers(ops: Sequence[CollectiveOp]) -> bool:
+  """Whether all of these collectives, of which there are some, are gathers."""
+  return bool(ops) and all(op.kind == 'all-gather' for op in ops)
+
+
+def is_cut_often(ops: Sequence[CollectiveOp], spec: Spec) -> bool:
+  """Whether collectives scatter a sum along several dimensions of a sharding."""
+  scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
+  return sum(not scattered.isdisjoint(axes) for axes in spec) > 1
+
+
+def gathered_bytes(op: CollectiveOp, sizes: Mapping[str, int]) -> float:
+  """The bytes of the result of a gather on each device; 0 for other collectives."""
+  return op.bytes * shard_count(op.axes, sizes) if op.kind == 'all-gather' else 0.0
