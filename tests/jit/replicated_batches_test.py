@@ -11,6 +11,8 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd.explore import TrainStep, compare
 
+pytestmark = pytest.mark.usefixtures('forked_compilers')
+
 
 @pytest.fixture(params=[spmd.with_logical_constraint, nn.with_logical_constraint])
 def train_step(request):
@@ -57,11 +59,11 @@ class Dense(nn.Module):
     return self.constrain(jnp.tanh(y), self.names) if self.names else y
 
 
-def messages(names, rules, batch, state=lambda w: w, constrain=nn.with_logical_constraint, **options):
-  """The warnings of two calls of a training step of `Dense`."""
+def messages(names, rules, batch, constrain=nn.with_logical_constraint, **options):
+  """The warnings of two plans of a training step of `Dense`."""
   layout = spmd.Layout({'data': 4, 'fsdp': 2}, rules)
   model = Dense(constrain, names)
-  w = state(layout.init(model.init, jax.random.key(0), jnp.ones((1, 32))))
+  w = layout.init(model.init, jax.random.key(0), jnp.ones((1, 32)))
   if isinstance(batch, tuple):
     batch = layout.shard(batch[0], batch[1])
 
@@ -72,8 +74,8 @@ def messages(names, rules, batch, state=lambda w: w, constrain=nn.with_logical_c
   step = layout.jit(step, **options)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
-    step(w, batch)
-    step(w, batch)
+    for rows in (batch, jnp.concatenate([batch, batch])):
+      step.plan_of(w, rows)
   return [str(each.message) for each in caught]
 
 

@@ -15,6 +15,8 @@ import flax_spmd as spmd
 from flax_spmd import pipeline
 from flax_spmd.explore import Pipeline, TrainStep, compare, search
 
+pytestmark = pytest.mark.usefixtures('forked_compilers')
+
 RULES = (
   ('batch', ('data', 'fsdp')),
   ('mlp', 'tensor'),
