@@ -252,10 +252,7 @@ class Estimator:
     sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
     arrays = jax.tree.leaves((self._lowering.state, batch))
-    shardings = [
-      *jax.tree.leaves(layout.sharding(self._lowering.state)),
-      *(leaf.sharding for leaf in jax.tree.leaves(batch)),
-    ]
+    shardings = self._lowering.shardings(layout, batch)
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
