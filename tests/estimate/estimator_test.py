@@ -160,6 +160,19 @@ def test_fsdp_rules_shard_the_state(estimator):
   assert estimator.estimate(filled, TARGET).memory.parameters == 4 * WEIGHTS // 8
 
 
+@pytest.mark.parametrize('partition', [False, True])
+def test_a_result_is_sharded_as_the_argument_that_it_replaces_unread(partition):
+  def create_last():
+    return {'last': spmd.LogicallyPartitioned(jnp.zeros((EMBED, EMBED)), ('embed', None))}
+
+  def step(state, x):
+    return {'last': state['last'].replace_boxed(x.T @ x)}, jnp.sum(x)
+
+  estimator = Estimator(TrainStep(step, create_last, X))
+  counts = estimator.estimate(FSDP, TARGET, partition=partition).counts
+  assert counts.by_kind()['reduce-scatter'] == 4 * EMBED**2 * 7 / 8
+
+
 @pytest.mark.parametrize(
   'optimizer',
   [
