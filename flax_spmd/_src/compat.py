@@ -986,6 +986,24 @@ def _constraint_in_group(original: Any, axis: Any, operands: Any, dims: Any, **p
   return original(axis, operands, dims, **params)
 
 
+def _constraint_of_size_1(axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+  """JAX's batching rule of a constraint, with mesh axes of size 1 kept at their dimensions, as a mesh of names has them.
+
+  JAX takes a sharding over such axes for a replicated one, and does not move its entries past the mapped dimension.
+  """
+  sharding, [dim] = params['sharding'], dims
+  is_named = isinstance(sharding, NamedSharding) and sharding.is_fully_replicated
+  if is_named and dim is not None and axis.spmd_name is None:
+    entries = [*sharding.spec, *[None] * (operands[0].ndim - 1 - len(sharding.spec))]
+    entries.insert(dim, None)
+    params['sharding'] = sharding.update(spec=PartitionSpec(*entries))
+  return _constraint_rule(axis, operands, dims, **params)
+
+
+_constraint_rule = batching.fancy_primitive_batchers[sharding_constraint_p]
+batching.fancy_primitive_batchers[sharding_constraint_p] = _constraint_of_size_1
+
+
 def _without(entry: Any, axes: Sequence[str]) -> Any:
   """The entry of a spec without some mesh axes."""
   if entry is None or entry is PartitionSpec.UNCONSTRAINED:

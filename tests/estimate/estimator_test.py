@@ -160,6 +160,47 @@ def test_fsdp_rules_shard_the_state(estimator):
   assert estimator.estimate(filled, TARGET).memory.parameters == 4 * WEIGHTS // 8
 
 
+@pytest.mark.parametrize('partition', [False, True])
+def test_a_result_is_sharded_as_the_argument_that_it_replaces_unread(partition):
+  def create_last():
+    return {'last': spmd.LogicallyPartitioned(jnp.zeros((EMBED, EMBED)), ('embed', None))}
+
+  def step(state, x):
+    return {'last': state['last'].replace_boxed(x.T @ x)}, jnp.sum(x)
+
+  estimator = Estimator(TrainStep(step, create_last, X))
+  counts = estimator.estimate(FSDP, TARGET, partition=partition).counts
+  assert counts.by_kind()['reduce-scatter'] == 4 * EMBED**2 * 7 / 8
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    optax.multi_transform(
+      {'up': optax.adam(1e-3), 'rest': optax.set_to_zero()},
+      functools.partial(
+        jax.tree_util.tree_map_with_path, lambda path, _: 'up' if 'up' in str(path) else 'rest'
+      ),
+    ),
+    optax.sm3(1e-3),
+  ],
+  ids=['no array in a box', 'several arrays in a box'],
+)
+def test_states_of_optimizers_with_any_number_of_arrays_in_a_box(optimizer):
+  def create_with_optimizer():
+    params = Model().init(jax.random.key(0), jnp.zeros((1, EMBED)))['params']
+    return TrainState.create(apply_fn=None, params=params, tx=optimizer)
+
+  estimator = Estimator(TrainStep(step, create_with_optimizer, X))
+  layout = spmd.Layout(
+    spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'data'), ('mlp', 'model'))
+  )
+  rows = layout.rows(layout.abstract(create_with_optimizer))
+  memory = estimator.estimate(layout, TARGET, partition=False).memory
+  for part, size in (('params', memory.parameters), ('opt_state', memory.optimizer)):
+    assert size == sum(row.bytes_per_device for row in rows if row.path.startswith(part))
+
+
 def test_a_dimension_that_is_not_divisible(estimator):
   with pytest.raises(LayoutError, match='size 4 is not divisible by'):
     estimator.estimate(layout({'data': 8}, layers='data'), TARGET)

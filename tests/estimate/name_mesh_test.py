@@ -1,13 +1,16 @@
 """The logical names of a step: recorded in a trace, whoever resolves them."""
 
+import random
 import threading
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import flax_spmd as spmd
+from flax_spmd._src import compat
 from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.estimate import estimator
 from flax_spmd._src.estimate.name_mesh import lower_on_names
@@ -187,3 +190,30 @@ def test_a_step_with_mesh_axes_needs_the_compiler_of_its_platform(monkeypatch):
     'The step uses mesh axes itself, in a shard_map or a constraint, so its logical names alone do not decide its layout.\n'
     "Fix: pip install 'flax-spmd[cuda]', whose compiler partitions the step for each layout."
   )
+
+
+def mapped_constraint(draw):
+  """A constraint with names under `vmap`s along random dimensions, its shape, and each dimension's name, None for a mapped one."""
+  names = ['a', *draw.sample(['b', 'c', None, None], draw.randint(0, 2))]
+  draw.shuffle(names)
+  function = lambda x: spmd.with_logical_constraint(x, tuple(names))
+  dims = list(names)
+  for _ in range(draw.randint(1, 2)):
+    place = draw.randint(0, len(dims))
+    dims.insert(place, 'mapped')
+    function = jax.vmap(function, place, place)
+  return function, tuple(range(2, 2 + len(dims))), dims
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_names_stay_at_their_dimensions_in_mapped_functions(seed):
+  """JAX leaves a constraint over axes of size 1 at the dimensions that it had before `vmap`."""
+  function, shape, dims = mapped_constraint(random.Random(seed))
+  x = jax.ShapeDtypeStruct(shape, jnp.float32)
+  train_step = TrainStep(
+    lambda state, x: (state, function(x)), lambda: jnp.zeros(2), x, placements=(None,)
+  )
+  equations = compat.equations_in(lower_on_names(train_step, 'cuda').jaxpr, lambda _: True)
+  [spec] = [one.params['sharding'].spec for one in equations if 'sharding' in one.params]
+  wanted = [PartitionSpec.UNCONSTRAINED if name == 'mapped' else name for name in dims]
+  assert [*spec, *[None] * (len(dims) - len(spec))] == wanted

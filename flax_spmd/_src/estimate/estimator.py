@@ -252,10 +252,7 @@ class Estimator:
     sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
     arrays = jax.tree.leaves((self._lowering.state, batch))
-    shardings = [
-      *jax.tree.leaves(layout.sharding(self._lowering.state)),
-      *(leaf.sharding for leaf in jax.tree.leaves(batch)),
-    ]
+    shardings = self._lowering.shardings(layout, batch)
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
       program = self._with_batch
@@ -342,9 +339,7 @@ class _AnalyzedStep:
     self._remembered = Remembered({}, {})
     self._merged = functools.lru_cache(_PROGRAMS)(self._merge)
     self.analyzed, _ = self._analyze([()] * len(self.module.graph.values))
-    numbers = {index: number for number, index in enumerate(lowering.used)}
-    replaced = successors(lowering.result, lowering.arguments)
-    self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
+    self.replaced_arguments = successors(lowering.result, lowering.arguments)
 
   def _analyze(self, specs: Sequence[Spec]) -> tuple[AnalyzedGraph, PartitionedOperations]:
     """The program with the operations merged that are equal, and sharded alike."""
@@ -375,7 +370,10 @@ class _AnalyzedStep:
       _spec(shardings[index], len(graph.values[value].shape))
       for index, value in zip(self.used, graph.main.arguments, strict=True)
     ]
-    results = [None if index is None else arguments[index] for index in self.replaced_arguments]
+    results = [  # some replace arguments that the step does not use
+      None if index is None else _spec(shardings[index], len(graph.values[value].shape))
+      for index, value in zip(self.replaced_arguments, graph.main.returned, strict=True)
+    ]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     is_able, partitioned = can_partition(platform), None
     if is_able and lowered:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
@@ -29,6 +30,7 @@ from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
+from flax_spmd._src.plan.planner import planner_for
 from flax_spmd._src.plan.result_shardings import same_forms
 from flax_spmd._src.rules.clauses.fsdp_rule import fsdp
 from flax_spmd._src.rules.table import Rules
@@ -78,6 +80,14 @@ class NamedLowering(NamedTuple):
   jaxpr: Any
   with_batch: NamedLowering | None = None
 
+  def shardings(self, layout: Layout, batch: Any) -> list[NamedSharding]:
+    """The sharding of each leaf of `(state, batch)` under a layout; `batch` as in `batch_under`.
+
+    Boxes may be around any number of arrays, such as an optimizer's `MaskedNode`.
+    """
+    of_state = planner_for(layout.mesh, layout.rules).leaf_shardings(self.state)
+    return [*of_state, *(leaf.sharding for leaf in jax.tree.leaves(batch))]
+
   def batch_under(self, layout: Layout, batch: Any) -> BatchLeaves | None:
     """The batch that `layout.jit` constrains under a layout; None if it adds no constraints.
 
@@ -86,13 +96,9 @@ class NamedLowering(NamedTuple):
       batch: tree of the step's second argument: shapes with the layout's shardings.
     """
     leaves = jax.tree.leaves((self.state, batch))
-    shardings = [
-      *jax.tree.leaves(layout.sharding(self.state)),
-      *(leaf.sharding for leaf in jax.tree.leaves(batch)),
-    ]
     dynamic = jax.tree.structure(self.arguments).unflatten(
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(leaves, shardings, strict=True)
+      for leaf, sharding in zip(leaves, self.shardings(layout, batch), strict=True)
     )
 
     def returned() -> set[int]:
