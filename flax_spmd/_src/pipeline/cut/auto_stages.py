@@ -136,9 +136,10 @@ def _left_behind(
     ends = functools.reduce(operator.or_, (leads[value] for value in one.outputs), 0)
     final = max((last[value] for value in one.outputs), default=0)
     if price := cost(one):
-      for piece in range(position[one], final):
-        if not ends >> piece & 1:
-          behind[piece][position[one]] += times * price
+      missed = ((1 << final) - 1) >> position[one] << position[one] & ~ends
+      while missed:
+        behind[(missed & -missed).bit_length() - 1][position[one]] += times * price
+        missed &= missed - 1
       final = max(final, position[one])
     ends |= 1 << marks[one][1] if one in marks else 0
     for value in one.values:
