@@ -1,6 +1,7 @@
 """Automatic stages: models without stage ends are cut into balanced stages, with unchanged results."""
 
 import itertools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,6 +101,138 @@ def test_equal_blocks_are_divided_equally(block):
 
   inference = LAYOUT.pipeline_jit(apply, stages=4)
   np.testing.assert_allclose(inference(params, X[0]), jax.jit(apply)(params, X[0]), atol=1e-6)
+
+
+class EncoderDecoder(nn.Module):
+  """A decoder whose first layers, up to `alone`, use nothing of the encoder."""
+
+  encoder: int
+  decoder: int
+  alone: int = 0
+
+  @nn.compact
+  def __call__(self, x):
+    encoded, x = x, jnp.cos(x)
+    for number in range(self.encoder):
+      encoded = Block(32, name=f'encoder_{number}')(encoded)
+    for number in range(self.decoder):
+      x = Block(32, name=f'decoder_{number}')(x)
+      if number >= self.alone:
+        x = x + nn.Dense(16, name=f'cross_{number}')(encoded)
+    return x
+
+
+@pytest.mark.parametrize('stages', [2, 4])
+@pytest.mark.parametrize(('encoder', 'decoder', 'alone'), [(4, 4, 0), (5, 4, 1), (3, 6, 0), (2, 6, 2)])
+def test_stages_of_an_encoder_and_a_decoder(encoder, decoder, alone, stages):
+  """No end between the encoder and its first reader leaves the encoder behind: no weight is on two ranks."""
+  model = EncoderDecoder(encoder, decoder, alone)
+  params = params_of(model)
+  layout = spmd.Layout({'stage': stages, 'data': 8 // stages}, (('batch', 'data'),))
+  schedule = OneFOneB(stages)
+  trained, _ = layout.pipeline_jit(step_of(model, schedule), stages=stages)(params, X)
+  held = np.zeros(8)
+  for leaf in jax.tree.leaves(trained):
+    for device in leaf.devices():
+      held[device.id] += leaf.nbytes
+  whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+  assert sum(held[:: 8 // stages]) == whole
+  assert max(held) < 1.4 * whole / stages
+  expected, _ = jax.jit(step_of(model))(params, X)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), trained, expected)
+
+
+class Attention(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    query, key, value = (nn.Dense(16, name=name)(x) for name in ('query', 'key', 'value'))
+    scores = nn.softmax(query[:, :, None] * key[:, None])
+    return x + nn.Dense(16, name='out')(jnp.einsum('bij,bj->bi', scores, value))
+
+
+def test_no_stage_ends_between_queries_and_keys():
+  """The two middle cuts of three layers of attention, by cost, are after the keys; those weights would be on two ranks."""
+
+  class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for number in range(3):
+        x = Attention(name=f'layer_{number}')(x)
+      return x
+
+  model = Layers()
+  params = params_of(model)
+  layout = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
+  trained, _ = layout.pipeline_jit(step_of(model, OneFOneB(2)), stages=2)(params, X)
+  assert {len(leaf.devices()) for leaf in jax.tree.leaves(trained)} == {4}
+
+
+def test_a_residual_beside_the_end_is_sent_once():
+  """A stage ends within a branch: the sum up to there is sent, and not the terms that it is computed from."""
+  params = {f'w{number}': np.eye(16, dtype=np.float32) for number in range(6)}
+
+  def step(params, batch):
+    def loss(params, x):
+      for number in range(6):
+        hidden = jnp.tanh(x @ params[f'w{number}'])
+        x = x + (stage_end(hidden) if number == 3 else hidden)
+      return jnp.mean(x**2)
+
+    return accumulate(lambda x: jax.grad(loss)(params, x), batch, OneFOneB(2))
+
+  layout = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
+  lowered = layout.pipeline_jit(step).lower(params, X)
+  sends = [line for line in lowered.as_text().splitlines() if line.startswith('rank 0 -> rank 1')]
+  assert [line.count('float32[8,16]') for line in sends if 'microbatch 0' in line] == [2]
+
+
+def test_a_warning_of_unequal_stages():
+  """All layers are in one scan: the numbers are right, and one stage has all the work."""
+
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      return Block(32)(x), None
+
+  class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.Dense(16)(nn.Dense(16)(nn.Dense(16)(x)))
+      layers = nn.scan(Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=32)
+      return layers()(x, None)[0]
+
+  step = LAYOUT.pipeline_jit(step_of(Scanned()), stages=4)
+  line = Scanned.__call__.__wrapped__.__code__.co_firstlineno + 4
+  params = jax.eval_shape(lambda: params_of(Scanned()))
+  with pytest.warns(UserWarning) as warnings:
+    step.lower(params, X)
+  [warning] = [str(each.message) for each in warnings]
+  first, *rest = warning.split('stage 3 has ')
+  assert first == 'pipeline_jit of step: '
+  assert re.sub(r'[0-9]+%', 'N%', ''.join(rest)) == (
+    'N% of the cost of 4 stages, since a stage may end only after a Linen module that is called outside scans, '
+    f'branches and nn.remat. Its largest operation is scan at auto_stages_test.py:{line}, with N%.\n'
+    'Fix: loop over the layers in Python, with nn.remat and nn.scan around one layer or a few; or use fewer stages.'
+  )
+  step.lower(params, X[:2])  # warns once
+
+
+def test_no_stages_of_a_model_that_is_recomputed_as_a_whole():
+  model = Model((32,) * 8)
+
+  def step(params, batch):
+    def loss(params, x):
+      return jnp.mean(model.apply({'params': params}, x) ** 2)
+
+    return accumulate(lambda x: jax.grad(jax.checkpoint(loss))(params, x), batch, FOUR)
+
+  with pytest.raises(PipelineError) as error:
+    LAYOUT.pipeline_jit(step, stages=4).lower(params_of(model), X)
+  assert str(error.value) == (
+    'stages=4, but the model has 0 points where a stage may end: after each Linen module that is called '
+    'outside scans, branches and nn.remat, and of whose results no gradients of gradients or derivatives in '
+    'forward mode are taken.\nFix: end stages by flax_spmd.pipeline.stage_end.'
+  )
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,27 @@ def test_stage_ends_of_several_calls():
   )
 
 
+def test_a_model_called_on_values_of_its_gradients():
+  def loss(w, x):
+    return jnp.sum(model(w, x))
+
+  def step(w, batch):
+    def of_microbatch(x):
+      ascent = jax.grad(loss)(w, x)
+      return jax.grad(loss)(jax.tree.map(jnp.add, w, ascent), x)
+
+    return accumulate(of_microbatch, batch, FOUR)
+
+  assert (
+    text_of(lambda: lower(step))
+    == dedent(f"""\
+    The model is called on values that depend on its gradients, and OneFOneB(ranks=4) passes through the stages forwards \
+and backwards once:
+      {at('end')}, 3 times
+    Fix: let a first pipeline_jit return these values, and pass them to a second one, which calls the model on them.""")
+  )
+
+
 def test_no_stage_ends():
   assert refused(lambda w, x: x @ w['w0']) == dedent("""\
     The model has no stage ends, and OneFOneB(ranks=4) has 4 stages.

@@ -1,5 +1,7 @@
 """Batches that are on no mesh, and models that constrain no activation: devices compute their share, and activations do not move."""
 
+from contextlib import nullcontext
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -146,8 +148,42 @@ def test_which_batches_are_sharded(rules, batch, is_sharded):
   w = layout.shard([rng.normal(size=(16, 16)).astype(np.float32) for _ in range(2)])
   batch = {name: rng.normal(size=shape).astype(np.float32) for name, shape in batch.items()}
   for constrains in (False, True):
-    compiled = layout.pipeline_jit(squares, constrain_batch=constrains).compile(w, batch)
+    is_whole = constrains and not is_sharded and bool(rules)
+    with pytest.warns(UserWarning, match='each of 4 devices') if is_whole else nullcontext():
+      compiled = layout.pipeline_jit(squares, constrain_batch=constrains).compile(w, batch)
     [forward] = [one.compiled for unit, one in compiled.executables.items() if unit.name == 'fwd_0']
     activations = [each.spec for each in forward.output_shardings]
     assert any('data' in spec[:1] for spec in activations) == (constrains and is_sharded and bool(rules))
   assert_same(compiled(w, batch), jax.jit(squares)(jax.device_get(w), batch))
+
+
+def test_a_warning_of_microbatches_that_cannot_be_sharded():
+  """18 examples in three microbatches, for four devices of a stage; 24, or a batch that is sharded, are fine."""
+  layout = spmd.Layout({'stage': 2, 'data': 4}, DATA_PARALLEL)
+
+  def step(w, batch, scale):
+    def loss(w, x):
+      return jnp.mean((stage_end(x @ w) @ w * scale) ** 2)
+
+    return accumulate(
+      lambda one: jax.grad(loss)(w, one['x']), batch, OneFOneB(ranks=2), Mean, microbatches=3
+    )
+
+  pipelined, w = layout.pipeline_jit(step), np.eye(16, dtype=np.float32)
+
+  def batch(examples):
+    return {'x': np.ones((examples, 16), np.float32)}
+
+  pipelined.lower(w, batch(24), 1.0)
+  pipelined.lower(w, batch(9), 1.0)  # fewer examples than devices
+  with pytest.warns(UserWarning) as warnings:
+    pipelined.lower(w, batch(18), 1.0)
+  [warning] = [str(each.message) for each in warnings]
+  assert warning == (
+    'pipeline_jit of step: each of 4 devices of a stage computes all examples of a microbatch, since their number is '
+    "not the same multiple of 4, the size of mesh axis 'data', in all arrays of the batch:\n"
+    '  1/x: float32[18, 16]\n'
+    'Fix: pass microbatches of a multiple of 4 examples, and close over arrays without examples; or '
+    'constrain_batch=False, if this is no batch.'
+  )
+  pipelined.lower(w, batch(18), 1.0)  # warns once

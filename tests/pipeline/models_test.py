@@ -231,6 +231,26 @@ def test_two_backward_passes_of_a_forward_pass(schedule, cached):
   check(step, PARAMS, X, Y)
 
 
+def test_gradients_at_weights_that_depend_on_gradients():
+  """As in sharpness-aware minimisation: two pipelines, as the error for one of them advises."""
+  schedule = OneFOneB(STAGES)
+
+  def gradients(params, *batch):
+    return accumulate(lambda one: jax.grad(squared)(params, *one), batch, schedule, Mean)
+
+  def ascend(params, *batch):
+    grads = gradients(params, *batch)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda w, g: w + 0.05 * g / norm, params, grads)
+
+  def step(params, ascended, *batch):
+    return descend(params, gradients(ascended, *batch))
+
+  ascended = LAYOUT.pipeline_jit(ascend)(PARAMS, X, Y)
+  result = LAYOUT.pipeline_jit(step)(PARAMS, ascended, X, Y)
+  assert_same(result, jax.jit(lambda p, *b: step(p, ascend(p, *b), *b))(PARAMS, X, Y))
+
+
 def test_gradients_of_two_models(schedule):
   """The ends of the second one, which has a branch more, are counted on after the first backward."""
 

@@ -29,7 +29,11 @@ from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves, is_decided_by_author, sizes_over
-from flax_spmd._src.jit.constrained_results import has_constraints, results_of_constrained_shapes
+from flax_spmd._src.jit.constrained_results import (
+  has_constraints,
+  is_constrained_over,
+  results_of_constrained_shapes,
+)
 from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
@@ -54,7 +58,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
-from flax_spmd._src.pipeline.cut.batch_rows import sources_of_rows
+from flax_spmd._src.pipeline.cut.batch_rows import sources_of_rows, warn_of_whole_rows
 from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
@@ -307,10 +311,12 @@ class TracedPipelineStep:
     mesh = self._setting.ranks[0].abstract_mesh
     axes = self._setting.batch_axes
     step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
+    self._warn_of_whole_rows(step)
     schedule, stages = step.loop.schedule or self._setting.schedule, self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       self._check_stages(stages, schedule)
-      step.loop.body = auto_stages.with_ends(step.loop.body, stages)
+      name, reported = self._setting.name, self._setting.reported
+      step.loop.body = auto_stages.with_ends(step.loop.body, stages, name, reported)
     order, ranks, title = self._order(step.loop, schedule)
     turn = _turns(order, len(ranks) - 1)
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
@@ -338,6 +344,17 @@ class TracedPipelineStep:
       for result, number in pairs
       if number is not None and step.arguments[number] not in batch
     }
+
+  def _warn_of_whole_rows(self, step: StepParts) -> None:
+    """Warns of a batch on no mesh that is not sharded, and that the step itself does not constrain."""
+    setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
+    if step.loop.once or is_constrained_over(self.jaxpr, setting.batch_axes):
+      return
+    paths = named_arguments(request.treedef.unflatten(request.avals))
+    every = zip(step.arguments, paths, request.specs, strict=True)
+    given = [(path, aval, spec) for value, (path, aval), spec in every if value in step.batch]
+    rows = [*step.loop.body.rows.values()]
+    warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
 
   def _check_stages(self, stages: int, schedule: Schedule | None) -> None:
     """Raises unless a schedule, or without one the mesh, has a place for a number of stages."""

@@ -8,17 +8,21 @@ such choices, they send the fewest bytes from stage to stage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from flax_spmd._src import compat
+from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
 from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, in_sequence, paired
-from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
+from flax_spmd._src.pipeline.cut.stage_marks import marks_inside, may_end_p, stage_end_p
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural
 from flax_spmd.errors import PipelineError
 
@@ -26,16 +30,27 @@ FLOPS_PER_BYTE = 250
 """FLOPs of an accelerator in the time of one byte from memory: 295 on an H100 (989e12 bf16 FLOP/s,
 3.35e12 B/s, NVIDIA's data sheet), 240 on a TPU v5e (197e12, 0.819e12, Google Cloud's)."""
 
+_UNEQUAL = 1.8  # times the mean; a stage that costs more is reported
 _SLACK = 1.02  # how much the most expensive stage may grow to send fewer bytes
 
 
-def with_ends(body: Body, stages: int) -> Body:
+def with_ends(body: Body, stages: int, name: str, reported: set[str]) -> Body:
   """The body with stage ends for a number of stages of about equal cost.
+
+  Args:
+    body, stages: the body, and the number of stages.
+    name: the function, for warnings.
+    reported: the kinds of warnings already issued.
 
   Raises:
     PipelineError: the body has fewer points where a stage may end.
+
+  Warns:
+    UserWarning: once, if one stage has almost all the cost, with its largest operation and a fix.
   """
   every = paired(_differentiated_once(body.equations), may_end_p)
+  if not any(direction == 'backward' for direction, _ in every.values()) and _recomputes(body):
+    every = {}  # gradients of the whole model are one operation
   marks = _usable_marks(_of_one_call(body, every))
   if _count(marks) < stages - 1:
     marks = _usable_marks(every)
@@ -55,7 +70,16 @@ def with_ends(body: Body, stages: int) -> Body:
   for one in body.equations:
     if one.primitive is not may_end_p:
       costs[positions.stage(position[one])] += cost(one)
-  chosen = choose(costs, _bytes_sent(body, positions, position), stages)
+  forward = sum(cost(one) for one, at in position.items() if at < positions.stages)
+  behind = _left_behind(body, positions, position, marks, sum(costs) / max(forward, 1))
+  chosen = choose(costs, _bytes_sent(body, positions, position), stages, behind)
+  starts = [0, *sorted(each + 1 for each in chosen), count + 1]
+  sums = [sum(costs[start:end]) for start, end in itertools.pairwise(starts)]
+  if max(sums) * stages > _UNEQUAL * sum(sums) and 'unequal stages' not in reported:
+    reported.add('unequal stages')
+    of = sums.index(max(sums))
+    own = range(starts[of], starts[of + 1])
+    _warn_of_unequal(name, sums, of, [one for one in position if positions.stage(position[one]) in own])
   return dataclasses.replace(
     body,
     equations=[
@@ -65,6 +89,63 @@ def with_ends(body: Body, stages: int) -> Body:
       for one in body.equations
     ],
   )
+
+
+def _recomputes(body: Body) -> bool:
+  """Whether a remat in the backward pass has possible ends inside, of which there can be no gradients."""
+  return any(
+    one.name in compat.REMATS and one.params.get('differentiated') and may_end_p in marks_inside(one)
+    for one in body.equations
+  )
+
+
+def _warn_of_unequal(
+  name: str, sums: Sequence[float], stage: int, equations: Sequence[Equation]
+) -> None:
+  largest = max(equations, key=cost)
+  part, whole = cost(largest), sum(sums)
+  warn(
+    f'{name}: stage {stage} has {sums[stage] / whole:.0%} of the cost of {len(sums)} stages, since a stage may end only '
+    f'after a Linen module that is called outside scans, branches and nn.remat. Its largest operation is '
+    f'{eq.operation_text(largest)}, with {part / whole:.0%}.\n'
+    'Fix: loop over the layers in Python, with nn.remat and nn.scan around one layer or a few; or use fewer stages.'
+  )
+
+
+def _left_behind(
+  body: Body,
+  positions: Positions,
+  position: Mapping[Equation, int],
+  marks: Mapping[Equation, tuple[str, int]],
+  times: float,
+) -> dict[int, list[float]]:
+  """The cost of the layers that a stage end leaves behind, by its piece and the first piece of its stage.
+
+  The end marks no value that they lead to, but later layers read their results: an encoder, if the end is in the first
+  layer of the decoder; queries, if it is after the keys. So they or their gradients are in a later stage.
+
+  Args:
+    times: the factor from a cost in the forward pass to that in all passes.
+  """
+  behind: dict[int, list[float]] = defaultdict(lambda: [0.0] * positions.stages)
+  leads: dict[Value, int] = defaultdict(int)  # to the marks of these pieces, as bits
+  last: dict[Value, int] = defaultdict(int)  # the last piece with a layer that depends on it
+  for one in reversed(body.equations):
+    if position[one] >= positions.stages:
+      continue
+    ends = functools.reduce(operator.or_, (leads[value] for value in one.outputs), 0)
+    final = max((last[value] for value in one.outputs), default=0)
+    if price := cost(one):
+      missed = ((1 << final) - 1) >> position[one] << position[one] & ~ends
+      while missed:
+        behind[(missed & -missed).bit_length() - 1][position[one]] += times * price
+        missed &= missed - 1
+      final = max(final, position[one])
+    ends |= 1 << marks[one][1] if one in marks else 0
+    for value in one.values:
+      leads[value] |= ends
+      last[value] = max(last[value], final)
+  return {piece: [*itertools.accumulate(each[::-1])][::-1] for piece, each in behind.items()}
 
 
 def _differentiated_once(equations: Sequence[Equation]) -> list[Equation]:
@@ -114,13 +195,19 @@ def _of_one_call(body: Body, marks: dict[Equation, tuple[str, int]]) -> dict[Equ
   }
 
 
-def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[int]:
+def choose(
+  costs: Sequence[float],
+  sent: Sequence[float],
+  stages: int,
+  behind: Mapping[int, Sequence[float]] = MappingProxyType({}),
+) -> set[int]:
   """The pieces that end a stage.
 
   Args:
     costs: cost of each piece of the model, in order.
     sent: bytes computed up to each piece that later pieces read.
     stages: number of stages, at most the number of pieces.
+    behind: for some pieces, the cost that an end after it leaves behind, by the first piece of its stage.
 
   Example:
     >>> choose([1, 1, 2, 1, 1, 2], [9, 9, 9, 9, 9, 0], stages=2)
@@ -130,13 +217,20 @@ def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[in
   """
   sums = [0, *itertools.accumulate(costs)]
 
+  def left(start: int, end: int) -> float:
+    return behind[end - 1][start] if end - 1 in behind else 0
+
+  def size(start: int, end: int) -> float:
+    return sums[end] - sums[start] + left(start, end)
+
   def larger(total: float, start: int, end: int) -> float:
-    return max(total, sums[end] - sums[start])
+    return max(total, size(start, end))
 
   limit = _divided(len(costs), stages, larger)[0] * _SLACK
 
   def sent_in_all(total: float, start: int, end: int) -> float:
-    return total + (sent[start - 1] if start else 0) if sums[end] - sums[start] <= limit else math.inf
+    more = (sent[start - 1] if start else 0) + left(start, end) / FLOPS_PER_BYTE
+    return total + more if size(start, end) <= limit else math.inf
 
   _, [_, *starts] = _divided(len(costs), stages, sent_in_all)
   return {start - 1 for start in starts}

@@ -17,6 +17,8 @@ from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
 from flax_spmd._src.rules.decisions import axis_names
+from flax_spmd._src.source_lines import warn
+from flax_spmd._src.text import first_lines
 
 
 def constrained_batch(
@@ -94,6 +96,44 @@ def sources_of_rows(
     return None
   [(dimension, axes)] = {*found.values()}
   return BatchLeaves(tuple(found), axes, dimension=dimension) if _divide(sizes, mesh, axes) else None
+
+
+def warn_of_whole_rows(
+  name: str,
+  rows: Sequence[Atom],
+  given: Sequence[tuple[str, Any, PartitionSpec]],
+  mesh: MeshLike,
+  batch_axes: tuple[str, ...],
+  reported: set[str],
+) -> None:
+  """Warns once of a batch on no mesh whose microbatches every device of a stage computes as a whole.
+
+  Args:
+    name: the function.
+    rows: the arrays of the batch.
+    given: the path, type and spec of each argument that the rows come from.
+    mesh, batch_axes: as of `constrained_batch`.
+    reported: the kinds of warnings already issued.
+
+  Warns:
+    UserWarning: lists the arrays, with a fix.
+  """
+  count, sizes = shards(mesh, batch_axes), _examples(rows)
+  is_small = max(sizes, default=0) < count or count == 1
+  if is_small or 'whole batches' in reported or _divide(sizes, mesh, batch_axes):
+    return
+  if any(any(spec) for _, _, spec in given):
+    return
+  reported.add('whole batches')
+  lines = [f'  {path}: {aval.dtype}{list(aval.shape)}' for path, aval, _ in given if aval.shape]
+  axes = ' x '.join(map(repr, batch_axes))
+  warn(
+    f'{name}: each of {count} devices of a stage computes all examples of a microbatch, since their number is not the '
+    f'same multiple of {count}, the size of mesh axis {axes}, in all arrays of the batch:\n'
+    + first_lines(lines)
+    + f'\nFix: pass microbatches of a multiple of {count} examples, and close over arrays without examples; or '
+    'constrain_batch=False, if this is no batch.'
+  )
 
 
 def _dimension(shape: tuple[int, ...], count: int, sizes: set[int]) -> int | None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
+from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
 from flax_spmd._src.pipeline.cut.stage_marks import MARKS, marks_inside, stage_end_p
 from flax_spmd._src.pipeline.schedules.tasks import Kind
@@ -264,6 +265,12 @@ def _check_count(count: int, stages: int, title: str, body: Body) -> None:
   if count in (stages, stages - 1):
     return
   ends = in_sequence(body.equations, ends_among(body.equations))
+  if late := _ends_after_gradients(body.equations, ends):
+    raise PipelineError(
+      f'The model is called on values that depend on its gradients, and {title} passes through the stages forwards and '
+      f'backwards once:\n{source_lines(late)}\n'
+      'Fix: let a first pipeline_jit return these values, and pass them to a second one, which calls the model on them.'
+    )
   lines = source_lines([*ends])
   idle = f'Stage ends whose results are not used:\n{source_lines(body.idle)}\n' if body.idle else ''
   fixes = ['write x = stage_end(x), and use the new x.'] if body.idle else []
@@ -277,6 +284,16 @@ def _check_count(count: int, stages: int, title: str, body: Body) -> None:
     + idle
     + '\n'.join(f'Fix: {fix}' for fix in fixes)
   )
+
+
+def _ends_after_gradients(equations: Sequence[Equation], ends: Iterable[Equation]) -> list[Equation]:
+  """The ends that depend on the backward pass of an end."""
+  after: set[Value] = set()
+  for one in equations:
+    is_back = one.primitive is stage_end_p and one.params['direction'] == 'backward'
+    if is_back or not after.isdisjoint(one.values):
+      after.update(one.outputs)
+  return [one for one in ends if not after.isdisjoint(one.values)]
 
 
 def ends_text(ends: Mapping[Equation, int]) -> str:
@@ -349,20 +366,37 @@ def _assign_by_readers(
   """
   readers: dict[Value, set[int]] = defaultdict(set)
   last = positions.at(positions.stages - 1)  # of the forward pass
-  computed = {value for equation in body.equations for value in equation.outputs}
+  sendable, arrays = _sendable_and_arrays(body)
   for equation in reversed(body.equations):
     first = min((at for one in equation.outputs for at in readers[one]), default=None)
     if equation in free:
       position[equation] = positions.at(0) if first is None else first
     elif equation in between and first is not None and first <= last:
       later = min(first, between[equation])
-      sent = [value for value in equation.values if value in computed and later not in readers[value]]
-      is_layer = any(value not in computed and value.aval.shape for value in equation.values)
+      sent = [value for value in equation.values if value in sendable and later not in readers[value]]
+      is_layer = not arrays.isdisjoint(equation.values)
       if is_layer or sum(x.bytes for x in sent) <= sum(x.bytes for x in equation.outputs):
         position[equation] = max(position[equation], later)
     at: int = positions.around(*marks[equation])[0] if equation in marks else position[equation]
     for value in equation.values:
       readers[value].add(at)
+
+
+def _sendable_and_arrays(body: Body) -> tuple[set[Value], set[Value]]:
+  """The values that a pass computes, without views of its inputs; and the arrays of the step, with their views.
+
+  Every stage can read arrays of the step, and views of them, such as a bias that is broadcast.
+  """
+  sendable = {value for one in body.equations for value in one.outputs}
+  own = {*body.carried, body.index}
+  arrays = {
+    value for one in body.equations for value in one.values if value.aval.shape and value not in sendable
+  }.difference(own)
+  for one in body.equations:
+    if one.name in residuals.VIEWS and sendable.isdisjoint(one.values) and own.isdisjoint(one.values):
+      sendable.difference_update(one.outputs)
+      arrays.update(one.outputs if one.values else ())
+  return sendable, arrays
 
 
 def _raise_backward_edge(mark: Equation, producers: Sequence[Equation]) -> NoReturn:

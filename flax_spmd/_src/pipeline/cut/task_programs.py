@@ -273,6 +273,7 @@ def _tasks(
   """The programs of all positions, with copies of equations that are cheaper to repeat than to send."""
   order = {equation: number for number, equation in enumerate(cut.body.equations)}
   producer = {value: equation for equation in cut.body.equations for value in equation.outputs}
+  anywhere = _computed_anywhere(cut)
 
   def copied(equation: Equation, at: int) -> bool:
     home = cut.position[equation]
@@ -280,7 +281,7 @@ def _tasks(
       return False
     if equation in repeated.get(at, ()):
       return True
-    if equation in cut.free and equation.name in residuals.CHEAP:
+    if equation in anywhere:
       return at not in repeated or cut.positions.stage(home) != cut.positions.stage(at)
     return equation.name in _EXPANDING and _expands(equation)
 
@@ -302,6 +303,25 @@ def _tasks(
     outputs = [value for value in computed if value in read]
     tasks.append(TaskProgram(cut.positions.task(at), eq.needed(equations, outputs), outputs))
   return tasks
+
+
+def _computed_anywhere(cut: StageAssignment) -> set[Equation]:
+  """The cheap equations that depend on no mark, for whose operands fewer bytes are sent than for their results, or none.
+
+  An operand counts as the bytes that are sent for it, if it is itself computed anywhere.
+  """
+  found = set()
+  sent: dict[Value, int] = {}  # nothing for inputs, which every stage can read
+  for one in cut.body.equations:
+    results = sum(value.bytes for value in one.outputs)
+    total = sum(sent.get(value, 0) for value in set(one.values))
+    if one in cut.free and one.name in residuals.CHEAP and total < max(results, 1):
+      found.add(one)
+      sent.update(dict.fromkeys(one.outputs, total))
+    else:
+      sent.update((value, value.bytes) for value in one.outputs)
+    sent.update((value, 0) for value in one.outputs if value in cut.border)  # sent in any case
+  return found
 
 
 _EXPANDING = frozenset({'broadcast_in_dim', 'iota'})
