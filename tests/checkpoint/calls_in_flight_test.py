@@ -5,8 +5,14 @@ import subprocess
 import sys
 from textwrap import dedent
 
+import numpy as np
 import pytest
 
+import flax_spmd as spmd
+from flax_spmd import checkpoint
+
+STARTS_NO_THREADS = (3, 12) <= sys.version_info < (3, 12, 2)  # as a program ends; the last call may fail
+LAYOUT = spmd.Layout({'data': 1})
 COUNTS = """
   import atexit, os, sys, threading, time
   counts = []
@@ -63,7 +69,7 @@ def run(code, *arguments):
 
 def test_the_end_of_a_program_waits_for_calls_that_have_begun_and_lets_no_other_begin():
   done = run(COUNTS)
-  assert (done.returncode, done.stdout, done.stderr) == (0, 'True hook once\n', '')
+  assert (done.returncode, done.stdout, done.stderr) == (0, 'True once hook\n', '')
 
 
 @pytest.mark.slow
@@ -74,7 +80,7 @@ def test_calls_in_daemon_threads_do_not_abort_the_end_of_a_program(tmp_path, cal
     import numpy as np
     import flax_spmd as spmd
     from flax_spmd import checkpoint
-    root, layout, state = sys.argv[1], spmd.Layout({'data': 1}), {'w': np.ones(1 << 18)}
+    root, layout, state = sys.argv[1], spmd.Layout({'data': 1}), {'w': np.ones(1 << 18, np.float32)}
     with checkpoint.Manager(root, layout, every=1) as manager: manager.save(1, state)
   """
   end = """
@@ -83,5 +89,8 @@ def test_calls_in_daemon_threads_do_not_abort_the_end_of_a_program(tmp_path, cal
   """
   for number in range(3):
     done = run(dedent(start) + dedent(DAEMONS[call]) + dedent(end), tmp_path / str(number))
-    assert done.returncode in ({0, 1} if call == 'save' else {0}), done.stderr  # 1: a save has failed
-    assert 'Fatal Python error' not in done.stderr and "can't create new thread" not in done.stderr
+    assert 'Fatal Python error' not in done.stderr
+    assert STARTS_NO_THREADS or (done.returncode, done.stderr) == (0, '')
+    saved = [each for each in (tmp_path / str(number)).iterdir() if each.name.isdigit()]
+    for each in sorted(saved, key=lambda path: int(path.name))[: -1 if STARTS_NO_THREADS else None]:
+      np.testing.assert_array_equal(checkpoint.restore(each, layout=LAYOUT)['w'], np.ones(1 << 18))

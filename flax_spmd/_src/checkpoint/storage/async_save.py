@@ -25,7 +25,7 @@ from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.calls_in_flight import in_flight
+from flax_spmd._src.checkpoint.storage.calls_in_flight import end_calls, in_flight
 from flax_spmd._src.checkpoint.storage.contents import PendingRecord
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.generations import Claim
@@ -455,11 +455,12 @@ _NO_THREAD = re.compile('new thread|shutdown')
 
 
 def _before_shutdown() -> None:
-  """Waits for the save in progress while Orbax can still continue it.
+  """Waits for the save in progress while Orbax can still continue it, and lets no daemon thread begin another.
 
-  From Python 3.12 on, no thread can be started while a program ends. If Orbax needs one, the save fails,
-  and `_at_exit` reports it.
+  Python 3.12.0 and 3.12.1 start no threads while a program ends. If Orbax needs one, the save fails, and `_at_exit` reports
+  it.
   """
+  end_calls()
   if _last is not None:
     _last._ended.wait()
 

@@ -1,12 +1,14 @@
 """Calls in flight: checkpoint calls in daemon threads of the caller, which the end of the process waits for.
 
 Until Python 3.14, a daemon thread that returns from native code while the interpreter shuts down ends the process with
-SIGABRT. So no such call begins then, and those that have begun are waited for.
+SIGABRT. So no such call begins then, and those that have begun are waited for, while thread pools still accept work.
+(Python 3.12.0 and 3.12.1 start no threads by then: a call that needs another one fails.)
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  # whose hook ends thread pools: it has to be registered before
 import contextlib
 import threading
 import time
@@ -44,11 +46,14 @@ _changed = threading.Condition()
 _ending = threading.Event()
 
 
-@atexit.register
-def _end_calls() -> None:
+def end_calls() -> None:
   """Lets no call begin, and waits for those in flight."""
   deadline = time.monotonic() + _PATIENCE
   with _changed:
     _ending.set()
     while _calls and _changed.wait(max(0.0, deadline - time.monotonic())):
       pass
+
+
+# `atexit` is too late: hooks of threads run before, in the reverse order of their registration.
+getattr(threading, '_register_atexit', atexit.register)(end_calls)
