@@ -1,14 +1,18 @@
 """Whole steps that are partitioned: their work and memory are those of the compiled program."""
 
 import random
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jaxlib.mlir import ir
 
 import flax_spmd as spmd
 from flax_spmd._src.compare.compile_worker import without_passes
+from flax_spmd._src.compare.lowering import lower
+from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import estimator as estimator_module
 from flax_spmd._src.estimate.doubts import UNCHECKED
 from flax_spmd._src.estimate.estimator import TPU_DOUBT, Estimator
@@ -109,6 +113,55 @@ def test_a_step_lowered_for_another_platform_is_partitioned_for_the_target(whole
   assert_alike(estimator.estimate(DATA, 'v5e:2x4'), compiled)
   estimated = estimator.estimate(DATA, 'v5e:2x4', partition=False)
   assert estimated.source == 'estimated' and TPU_DOUBT in estimated.doubts
+
+
+def by_example():
+  """Gradients by example of a loss whose lookup JAX lowers as a function of its own, and a layer that is called twice."""
+
+  def create():
+    return spmd.LogicallyPartitioned(jnp.ones((SIZES['embed'], SIZES['mlp'])), ('embed', 'mlp'))
+
+  @jax.jit
+  def layer(w, x):
+    x = spmd.with_logical_constraint(jnp.tanh(x @ w), (None, 'mlp'))
+    return spmd.with_logical_constraint(x @ w.T, (None, 'embed'))
+
+  def loss(w, x):
+    scores = jax.nn.log_softmax(layer(w, layer(w, x[None])))
+    return -jnp.mean(jnp.take_along_axis(scores, jnp.argmax(scores, -1, keepdims=True), -1))
+
+  def step(boxed, x):
+    w = boxed.unbox()
+    values, gradients = jax.vmap(jax.value_and_grad(loss), (None, 0))(w, x)
+    return boxed.replace_boxed(w - 0.1 * jnp.mean(gradients, 0)), jnp.mean(values)
+
+  x = jax.ShapeDtypeStruct((SIZES['batch'], SIZES['embed']), jnp.float32)
+  return TrainStep(step, create, x, placements=('batch', 'embed'))
+
+
+@pytest.mark.parametrize('model', [transformer, by_example])
+def test_the_program_that_is_partitioned_is_that_of_compare(monkeypatch, model):
+  train, asked = model(), []
+  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
+  monkeypatch.setattr(
+    estimator_module,
+    'partitioned_step',
+    lambda code, *others: asked.append(code) or PartitionedStep(Counts(0.0, 0.0, (), (), ()), 0),
+  )
+  estimator, target = Estimator(train), parse_target('h100:8')
+  for layout in random_layouts(4, 6).values():
+    estimator.estimate(layout, target)
+    assert text_of(asked.pop()) == text_of(lower(train, layout, target).code)
+
+
+def text_of(code):
+  """A program, without the names of the arguments and results of its main function, and of its mesh for JAX."""
+  with mlir_context():
+    text = str(ir.Module.parse(code))
+  text = re.sub(r'^  sdy.mesh .* \{stablehlo.mesh = .*\}', '', text, flags=re.MULTILINE)
+  return (
+    re.sub(r'(, )?jax.result_info = "[^"]*"(, )?', '', text).replace(' {})', ')').replace(' {},', ',')
+  )
 
 
 def in_groups(axis_name):

@@ -182,7 +182,10 @@ class PreparedModule:
       copy = self._whole.operation.clone()
       main = main_of(copy)
       donations = _donations(main)
-      _set_shardings(copy, list(slots_of(main)), sizes, arguments, results, resolve)
+      _set_mesh(copy, sizes)
+      _set_signature(main, arguments, results)
+      for view in copy.regions[0].blocks[0].operations:
+        _set_slots(list(walk(view.operation)), list(slots_of(view.operation)), resolve)
       _add_to_arguments(main, donations)
       devices = math.prod(sizes.values())
       copy.attributes['mhlo.num_partitions'] = ir.IntegerAttr.get(
@@ -192,10 +195,8 @@ class PreparedModule:
 
   @functools.cached_property
   def _whole(self) -> Any:
-    """The lowered step; its calls are inlined."""
-    module = ir.Module.parse(self._code)
-    inline_all(module)
-    return module
+    """The lowered step."""
+    return ir.Module.parse(self._code)
 
   def _read(self, ops: list[Any], arguments: Sequence[Spec]) -> list[Spec]:
     """The shardings that propagation has assigned."""
@@ -232,13 +233,18 @@ def _set_shardings(
   _set_mesh(module, sizes)
   _set_signature(main, arguments, results)
   ops = list(walk(main))
+  _set_slots(ops, slots, resolve)
+  return ops
+
+
+def _set_slots(ops: Sequence[Any], slots: Sequence[ShardingSlot], resolve: Resolve) -> None:
+  """Replaces the logical shardings of a function, whose operations are in the order of `walk`."""
   attributes: dict[Any, Any] = {}
   for slot in slots:
     key = slot.shardings, slot.per_value
     if key not in attributes:
       attributes[key] = attribute(slot, resolve)
     ops[slot.op].attributes[slot.attribute] = attributes[key]
-  return ops
 
 
 def _set_mesh(module: Any, sizes: Mapping[str, int]) -> None:
