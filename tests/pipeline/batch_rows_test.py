@@ -157,6 +157,34 @@ def test_which_batches_are_sharded(rules, batch, is_sharded):
   assert_same(compiled(w, batch), jax.jit(squares)(jax.device_get(w), batch))
 
 
+def test_a_warning_of_microbatches_that_constraints_replicate():
+  """The model has another name for the batch than the table."""
+  layout = spmd.Layout({'stage': 2, 'data': 4}, DATA_PARALLEL)
+
+  def step(w, batch):
+    def loss(w, x):
+      x = spmd.with_logical_constraint(stage_end(x @ w), ('act_batch', None))
+      return jnp.mean((x @ w) ** 2)
+
+    return accumulate(lambda x: jax.grad(loss)(w, x), batch, OneFOneB(ranks=2), Mean, microbatches=3)
+
+  w, x = np.eye(16, dtype=np.float32), np.ones((24, 16), np.float32)
+  pipelined = layout.pipeline_jit(step)
+  with pytest.warns(UserWarning) as warnings:
+    pipelined.lower(w, x)
+  [warning] = [str(each.message) for each in warnings]
+  line = warning.partition(' at ')[2].partition('. Fix')[0]
+  assert warning == (
+    'pipeline_jit of step: every device computes all examples of the batch:\n'
+    "  constraints replicate the batch, which is sharded over data: no rule for 'act_batch' in 1 constraint, such as "
+    f"('act_batch', None) at {line}. Fix: add the rule ('act_batch', 'data')."
+  )
+  pipelined.lower(w, x)  # warns once
+  others = layout.replace(rules=(*layout.rules.pairs, ('act_batch', 'data')))
+  others.pipeline_jit(step).lower(w, x)
+  layout.pipeline_jit(step, constrain_batch=False).lower(w, x)
+
+
 def test_a_warning_of_microbatches_that_cannot_be_sharded():
   """18 examples in three microbatches, for four devices of a stage; 24, or a batch that is sharded, are fine."""
   layout = spmd.Layout({'stage': 2, 'data': 4}, DATA_PARALLEL)

@@ -50,7 +50,7 @@ from flax_spmd._src.jit.planned_traces import (
   repeated,
 )
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
-from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
+from flax_spmd._src.jit.replicated_batches import batch_and_state, warn_of_replicated_batches
 from flax_spmd._src.jit.required_shardings import (
   LeafShardings,
   check_required,
@@ -468,11 +468,12 @@ class Jitted(UnderLayout, Generic[P, Result]):
       outputs = LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
       batch = None if self._find_batch is None else self._find_batch(known, result, traced.jaxpr)
       if self._find_batch:
-        found = (known, traced.jaxpr, self._mesh, self.in_force.rules, self.reported)
+        call = known, traced.jaxpr, self._mesh, self.in_force.rules
         if isinstance(self._mesh, Mesh):  # for others it is a finding of `compare`
-          warn_of_replicated_batches(self._name, constraints, *found)
+          found = batch_and_state(*call)
+          warn_of_replicated_batches(self._name, constraints, *found, self.reported)
         if batch is None:
-          warn_of_whole_batches(self._name, self._arguments.named_path, *found)
+          warn_of_whole_batches(self._name, self._arguments.named_path, *call, self.reported)
       hosted = tuple(index for index, each in enumerate(results) if each.on_host)
       program = JitProgram(inputs, outputs, anchored, batch, hosted)
       if program not in self.functions:

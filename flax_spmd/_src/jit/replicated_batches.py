@@ -35,23 +35,15 @@ _KIND = 'replicated batches'
 def warn_of_replicated_batches(
   name: str,
   requests: Sequence[ConstraintRequest],
-  dynamic: tuple[tuple, dict[str, Any]],
-  jaxpr: Any,
-  mesh: MeshLike,
-  rules: Rules,
+  batch: Mapping[int, tuple[str, ...]],
+  state: Collection[tuple[int, ...]],
   reported: set[str],
 ) -> None:
   """Warns once of constraints that replicate the batch of a call.
 
-  A batch is an argument whose arrays are sharded over dimension 0, or are on no mesh and may be sharded as the table has
-  it, and of which the result has no array of the same shape, as it has of a state.
-
   Args:
     name: the function.
-    requests: the constraints of its trace.
-    dynamic: the arguments `(args, kwargs)`, with their shardings.
-    jaxpr: the program, as traced.
-    mesh, rules: those of the layout.
+    requests, batch, state: as for `replicated_batches`.
     reported: the kinds of warnings already issued.
 
   Warns:
@@ -59,6 +51,27 @@ def warn_of_replicated_batches(
   """
   if _KIND in reported or not any(one.unmatched for one in requests):
     return
+  if found := replicated_batches(requests, batch, state):
+    reported.add(_KIND)
+    warn(
+      f'{name}: every device computes all examples of the batch:\n'
+      + '\n'.join(f'  {each}' for each in found)
+    )
+
+
+def batch_and_state(
+  dynamic: tuple[tuple, dict[str, Any]], jaxpr: Any, mesh: MeshLike, rules: Rules
+) -> tuple[dict[int, tuple[str, ...]], list[tuple[int, ...]]]:
+  """The batch and the state of a call, for `replicated_batches`.
+
+  The batch is those arguments whose arrays are sharded over dimension 0, or are on no mesh and may be sharded as the table
+  has it, and of which the result has no array of the same shape, as it has of a state.
+
+  Args:
+    dynamic: the arguments `(args, kwargs)`, with their shardings.
+    jaxpr: the program, as traced.
+    mesh, rules: those of the layout.
+  """
   results = {tuple(each.aval.shape) for each in compat.jaxpr_parts(jaxpr).outputs}
   default = axes_of_batches(mesh, rules)
   batch: dict[int, tuple[str, ...]] = {}
@@ -70,13 +83,7 @@ def warn_of_replicated_batches(
       batch[argument[0].shape[0]] = axes
     else:
       state += [leaf.shape for leaf in argument]
-  found = replicated_batches(requests, batch, state)
-  if found:
-    reported.add(_KIND)
-    warn(
-      f'{name}: every device computes all examples of the batch:\n'
-      + '\n'.join(f'  {each}' for each in found)
-    )
+  return batch, state
 
 
 def replicated_batches(

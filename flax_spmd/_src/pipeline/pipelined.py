@@ -21,10 +21,11 @@ from itertools import chain
 from typing import Any, Generic
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
+from flax_spmd._src.constraint_log import ConstraintRequest, record_constraints
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
@@ -38,6 +39,7 @@ from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
+from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
@@ -58,7 +60,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
-from flax_spmd._src.pipeline.cut.batch_rows import sources_of_rows, warn_of_whole_rows
+from flax_spmd._src.pipeline.cut.batch_rows import examples, sources_of_rows, warn_of_whole_rows
 from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
@@ -202,7 +204,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
         return self._fn(*args, **kwargs)
 
     with compat.without_mesh():  # a block around the call may have set one of another size
-      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(request.avals)
+      with record_constraints(anew=False) as constraints:
+        jaxpr, result = jax.make_jaxpr(function, return_shape=True)(request.avals)
       known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
       batch = self._unconstrained_batch(jaxpr, request, result)
       if batch is not None:
@@ -217,7 +220,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       for sharding in shardings
     ]
     times = {'trace': time.perf_counter() - begin}
-    return TracedPipelineStep(jaxpr, setting, request, result, planned, self._donations(request), times)
+    donations = self._donations(request)
+    return TracedPipelineStep(jaxpr, setting, request, result, planned, donations, constraints, times)
 
   def _unconstrained_batch(self, jaxpr: Any, request: Request, result: Any) -> BatchLeaves | None:
     """The arguments whose examples have to be constrained throughout the step; None if it needs no constraints."""
@@ -298,6 +302,7 @@ class TracedPipelineStep:
   _result: Any
   _planned: list[PartitionSpec | None]
   _donations: list[bool]
+  _constraints: list[ConstraintRequest]
   times: dict[str, float]
 
   @garbage_collection.of_young_objects
@@ -311,7 +316,9 @@ class TracedPipelineStep:
     mesh = self._setting.ranks[0].abstract_mesh
     axes = self._setting.batch_axes
     step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
-    self._warn_of_whole_rows(step)
+    if not step.loop.once:
+      self._warn_of_whole_rows(step)
+      self._warn_of_replicated_rows(step)
     schedule, stages = step.loop.schedule or self._setting.schedule, self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       self._check_stages(stages, schedule)
@@ -348,13 +355,24 @@ class TracedPipelineStep:
   def _warn_of_whole_rows(self, step: StepParts) -> None:
     """Warns of a batch on no mesh that is not sharded, and that the step itself does not constrain."""
     setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
-    if step.loop.once or is_constrained_over(self.jaxpr, setting.batch_axes):
+    if is_constrained_over(self.jaxpr, setting.batch_axes):
       return
     paths = named_arguments(request.treedef.unflatten(request.avals))
     every = zip(step.arguments, paths, request.specs, strict=True)
     given = [(path, aval, spec) for value, (path, aval), spec in every if value in step.batch]
     rows = [*step.loop.body.rows.values()]
     warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
+
+  def _warn_of_replicated_rows(self, step: StepParts) -> None:
+    """Warns of a batch that constraints replicate, as the table has no rule for its name there."""
+    setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
+    rows, specs = [*step.loop.body.rows.values()], dict(zip(step.arguments, request.specs, strict=True))
+    found = sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, setting.batch_axes)
+    if found is not None and setting.constrain_batch and isinstance(setting.mesh, Mesh):
+      shapes = enumerate(aval.shape for aval in request.avals)
+      state = [shape for number, shape in shapes if number not in found.leaves]
+      batch = dict.fromkeys(examples(rows), found.axes)
+      warn_of_replicated_batches(setting.name, self._constraints, batch, state, setting.reported)
 
   def _check_stages(self, stages: int, schedule: Schedule | None) -> None:
     """Raises unless a schedule, or without one the mesh, has a place for a number of stages."""

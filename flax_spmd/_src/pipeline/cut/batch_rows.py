@@ -48,11 +48,11 @@ def constrained_batch(
   arrays: list[Any] = [loop.inputs[number] for number in numbers]
   sources = {*arrays}.union(*(one.values for one in eq.needed(before, arrays)))
   is_sharded = any(any(specs.get(value, ())) for value in sources)
-  axes = () if is_sharded or not _divide(_examples(arrays), mesh, batch_axes) else batch_axes
+  axes = () if is_sharded or not _divide(examples(arrays), mesh, batch_axes) else batch_axes
   constraints: list[Equation] = []
   for number, array in zip(numbers, arrays, strict=True):
     entries: list[Any] = [None, *[PartitionSpec.UNCONSTRAINED] * (len(array.aval.shape) - 1)]
-    if axes and _examples([array]):
+    if axes and examples([array]):
       entries[1] = axes
     elif array in specs and not any(specs[array][:1]):
       continue
@@ -85,7 +85,7 @@ def sources_of_rows(
   Returns:
     None unless all microbatches have one number of examples, in one dimension of all arguments, and the axes divide it.
   """
-  sizes = _examples(rows)
+  sizes = examples(rows)
   found: dict[int, tuple[int, tuple[str, ...]]] = {}
   for position, (argument, spec) in enumerate(specs.items()):
     dimension = _dimension(argument.aval.shape, count, sizes) if argument in batch else None
@@ -118,7 +118,7 @@ def warn_of_whole_rows(
   Warns:
     UserWarning: lists the arrays, with a fix.
   """
-  count, sizes = shards(mesh, batch_axes), _examples(rows)
+  count, sizes = shards(mesh, batch_axes), examples(rows)
   is_small = max(sizes, default=0) < count or count == 1
   if is_small or 'whole batches' in reported or _divide(sizes, mesh, batch_axes):
     return
@@ -146,7 +146,7 @@ def _dimension(shape: tuple[int, ...], count: int, sizes: set[int]) -> int | Non
   return None
 
 
-def _examples(arrays: Sequence[Any]) -> set[int]:
+def examples(arrays: Sequence[Any]) -> set[int]:
   """The numbers of examples of the microbatches of some arrays."""
   shapes = [(array.aval.shape, array.aval.dtype) for array in arrays]
   return {shape[1] for shape, dtype in shapes if len(shape) > 1 and not is_raw_key(shape[1:], dtype)}
