@@ -135,7 +135,7 @@ def exchanges(
   context: Context,
   needed: Callable[[int, int, int, Window], Sequence[int]] = halo,
 ) -> tuple[CollectiveOp, ...]:
-  """The permutes of the first operand's halos.
+  """The permutes of the first operand's halos, or a gather where a device needs all of its dimension.
 
   Args:
     dims: per dimension of the operand, the size of the result's and the window.
@@ -151,7 +151,9 @@ def exchanges(
     if shards > 1:
       shard = -(-value.shape[dim] // shards)
       for count in needed(value.shape[dim], outputs, shards, window):
-        if count:
+        if shards > 2 and count == (shards - 1) * shard:  # as of a window over the whole dimension
+          result.append(CollectiveOp('all-gather', operand[dim], size))
+        elif count:
           result.append(CollectiveOp('collective-permute', operand[dim], size * count / shard))
   return tuple(result)
 
