@@ -73,7 +73,8 @@ def lower(
     train_step: the step and its arguments, or a function from a layout to it.
     layout: layout of the state and the batch. Of its mesh only the axes count; the devices are the target's.
     target: hardware to lower for.
-    with_findings: whether the step is searched for suspicious things, which takes up to a quarter more time.
+    with_findings: whether operations and constraints of the step are searched for suspicious ones, which takes up to a
+      quarter more time.
 
   Raises:
     TargetDeviceError: the mesh and the target differ in their number of devices.

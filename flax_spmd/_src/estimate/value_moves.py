@@ -119,7 +119,7 @@ class ValueMoves:
     return self.analyzed.alike[result], specs[result], partial, *[specs[value] for value in op.operands]
 
   def required_by(self, op: Op) -> Requirement:
-    """The shardings that an operation requires of its operands, and what it computes under them."""
+    """The shardings that an operation requires of its operands, and its work under them."""
     key = self.requirement_key(op)
     if key not in self.known.requirements:
       self.known.requirements[key] = requirement(op, self.context_of(op))

@@ -470,8 +470,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
       if self._find_batch:
         call = known, traced.jaxpr, self._mesh, self.in_force.rules
         if isinstance(self._mesh, Mesh):  # for others it is a finding of `compare`
-          found = batch_and_state(*call)
-          warn_of_replicated_batches(self._name, constraints, *found, self.reported)
+          find = functools.partial(batch_and_state, *call)
+          warn_of_replicated_batches(self._name, constraints, find, self.reported)
         if batch is None:
           warn_of_whole_batches(self._name, self._arguments.named_path, *call, self.reported)
       hosted = tuple(index for index, each in enumerate(results) if each.on_host)

@@ -8,7 +8,7 @@ Such constraints gather every activation, as in Flax, and each device computes t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -35,15 +35,15 @@ _KIND = 'replicated batches'
 def warn_of_replicated_batches(
   name: str,
   requests: Sequence[ConstraintRequest],
-  batch: Mapping[int, tuple[str, ...]],
-  state: Collection[tuple[int, ...]],
+  find: Callable[[], tuple[Mapping[int, tuple[str, ...]], Collection[tuple[int, ...]]]],
   reported: set[str],
 ) -> None:
   """Warns once of constraints that replicate the batch of a call.
 
   Args:
     name: the function.
-    requests, batch, state: as for `replicated_batches`.
+    requests: the constraints of its trace.
+    find: returns the batch and the state, as for `replicated_batches`; not called if every name has a rule.
     reported: the kinds of warnings already issued.
 
   Warns:
@@ -51,7 +51,7 @@ def warn_of_replicated_batches(
   """
   if _KIND in reported or not any(one.unmatched for one in requests):
     return
-  if found := replicated_batches(requests, batch, state):
+  if found := replicated_batches(requests, *find()):
     reported.add(_KIND)
     warn(
       f'{name}: every device computes all examples of the batch:\n'

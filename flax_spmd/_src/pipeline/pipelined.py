@@ -372,7 +372,8 @@ class TracedPipelineStep:
       shapes = enumerate(aval.shape for aval in request.avals)
       state = [shape for number, shape in shapes if number not in found.leaves]
       batch = dict.fromkeys(examples(rows), found.axes)
-      warn_of_replicated_batches(setting.name, self._constraints, batch, state, setting.reported)
+      find = lambda: (batch, state)
+      warn_of_replicated_batches(setting.name, self._constraints, find, setting.reported)
 
   def _check_stages(self, stages: int, schedule: Schedule | None) -> None:
     """Raises unless a schedule, or without one the mesh, has a place for a number of stages."""
