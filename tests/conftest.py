@@ -7,9 +7,10 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
+from tests.processes import QUICKLY_COMPILED, run_module
+
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# Programs are small and compiled once; optimising them would take most of the time.
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {QUICKLY_COMPILED}'
 # What is compiled is kept for this run only, for all of its processes: many tests compile the same programs.
 if 'PYTEST_XDIST_WORKER' not in os.environ:
   CACHES = tempfile.TemporaryDirectory(prefix='flax_spmd_tests_')
@@ -24,7 +25,6 @@ from hypothesis import HealthCheck, settings
 
 import flax_spmd as spmd
 from flax_spmd._src.compare import compilation
-from tests.processes import run_module
 from tests.versions import (
   is_for_another_jax,
   needs_compiler,

@@ -1,6 +1,7 @@
 """The house: a name stands for one file and one class, every module has a docstring, tests touch no private name."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ PACKAGE = Path(flax_spmd.__file__).parent
 SAME_STEM = {'html_report'}  # of a comparison, and of a search
 
 
+@functools.cache
 def modules(folder):
   return {path: ast.parse(path.read_text()) for path in sorted(folder.rglob('*.py'))}
 

@@ -45,6 +45,13 @@ ours = jax.jit(partial(spmd.with_logical_constraint, logical_axis_resources=NAME
 flaxs = jax.jit(partial(nn.with_logical_constraint, logical_axis_resources=NAMES))
 
 
+@pytest.fixture(autouse=True, scope='module')
+def new_objects_only():
+  """Takes what is there out of the garbage collection, which tests ask for many times."""
+  gc.collect()
+  gc.freeze()
+
+
 def held(context):
   """A generator that holds a block open; for a layout, by its own `with` statement."""
   with context():

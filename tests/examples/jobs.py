@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.processes import QUICKLY_COMPILED
+
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / 'examples'
 TIMEOUT = 900  # seconds, for a job that is stuck
@@ -140,7 +142,7 @@ def run_until(commands, after, act):
   Returns:
     How the job ended; the status is the largest.
   """
-  cpu = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_backend_optimization_level=0'}
+  cpu = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': QUICKLY_COMPILED}
   losses, lines = {}, []
   with contextlib.ExitStack() as stack:
     jobs = [

@@ -38,7 +38,7 @@ SCHEDULES = (
   ZeroBubbleV(STAGES),
   DualPipeV(STAGES),
 )
-QUICK, SEEDS = 12, 300
+QUICK, SEEDS = 8, 300
 
 
 def one_by_one(schedule):
