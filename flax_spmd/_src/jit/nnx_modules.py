@@ -217,11 +217,9 @@ class ModulePlans:
     each = [*args, *(kwargs[name] for name in sorted(kwargs))]
     plans = self._plan_updates(each, arguments, [False] * len(jax.tree.leaves(each)))
     by_leaf = dict(zip(reversed(_tree_order(dynamic)), reversed(plans), strict=True))
-    nodes = compat.nnx_index_map({})
-    merged(_numbered(dynamic), nodes)
-    variables, shapes = _variables(nodes), [np.shape(leaf) for leaf in jax.tree.leaves(dynamic)]
-    for number, value, leaf_numbers in zip(updated.numbers, updated.values, numbers.values, strict=True):
-      leaves = _leaves(variables[number].get_raw_value())
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(dynamic)]
+    before = leaves_of_values(updated, dynamic)
+    for leaves, value, leaf_numbers in zip(before, updated.values, numbers.values, strict=True):
       described = zip(leaves, jax.tree.leaves(value), _leaves(leaf_numbers), strict=False)
       for leaf, new, result in described:
         if shapes[leaf] == np.shape(new) and leaf in by_leaf:
@@ -349,10 +347,15 @@ def _updated_leaves(updated: Updated, dynamic: Any) -> set[int]:
   """The leaves of split arguments that a function updates: those of variables, or all of its modules."""
   if updated.modules:
     return {*jax.tree.leaves(_splits(_numbered(dynamic)))}
+  return {leaf for leaves in leaves_of_values(updated, dynamic) for leaf in leaves}
+
+
+def leaves_of_values(updated: Updated, dynamic: Any) -> list[list[int]]:
+  """The leaves of split arguments that are the value of each variable in `updated.values`."""
   nodes = compat.nnx_index_map({})
   merged(_numbered(dynamic), nodes)
   variables = _variables(nodes)
-  return {leaf for number in updated.numbers for leaf in _leaves(variables[number].get_raw_value())}
+  return [_leaves(variables[number].get_raw_value()) for number in updated.numbers]
 
 
 def _numbered(tree: Any) -> Any:

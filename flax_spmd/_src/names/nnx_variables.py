@@ -117,6 +117,25 @@ def rebuilt_modules(tree: Any, leaves: Iterable[Any]) -> Any:
 
   JAX would make two of one that has two places in a tree.
   """
+  count, merged = _split_tree(tree)
+  numbers = jax.tree.leaves(merged(range(count)))  # of a shared array, once for each of its places
+  new = dict(zip(reversed(numbers), reversed(list(leaves)), strict=True))
+  return merged(new[number] for number in range(count))
+
+
+def first_places(tree: Any) -> list[int]:
+  """For each array of a tree whose modules are split, its first position in `jax.tree.leaves`, where a shared one has several."""
+  if not has_modules(tree):
+    return list(range(len(jax.tree.leaves(tree))))
+  count, merged = _split_tree(tree)
+  positions = {
+    number: at for at, number in reversed([*enumerate(jax.tree.leaves(merged(range(count))))])
+  }
+  return [positions[number] for number in range(count)]
+
+
+def _split_tree(tree: Any) -> tuple[int, Callable[[Iterable[Any]], Any]]:
+  """The number of arrays of a tree whose modules are split, and a function from others in their places to the tree of these."""
   indices = compat.nnx_ref_map()
   nodes, treedef = jax.tree.flatten(tree, is_leaf=is_module)
   split = [compat.nnx_split(node, indices) if is_module(node) else (None, [node]) for node in nodes]
@@ -130,9 +149,7 @@ def rebuilt_modules(tree: Any, leaves: Iterable[Any]) -> Any:
       for definition, part in parts
     )
 
-  numbers = jax.tree.leaves(merged(range(len(arrays))))  # of a shared array, once for each of its places
-  new = dict(zip(reversed(numbers), reversed(list(leaves)), strict=True))
-  return merged(new[number] for number in range(len(arrays)))
+  return len(arrays), merged
 
 
 def attributes_as_keys(tree: Any, seen: set[int] | None = None) -> Any:
