@@ -682,10 +682,11 @@ def test_functions_that_are_no_rules(rule):
   assert layout(lambda leaf, skip=(): None).rules  # a second argument may have a default
 
 
-def test_the_name_of_a_layout_file_instead_of_its_text():
-  assert text_of(errors.RulesError, spmd.Layout.from_toml, 'layouts/fsdp.toml') == dedent("""\
-    'layouts/fsdp.toml' is the name of a layout file, not its text.
-    Fix: pass its text, Path('layouts/fsdp.toml').read_text().""")
+@pytest.mark.parametrize('name', ['layouts/fsdp.toml', 'layouts/fsdp.tml', 'run=3/fsdp.toml'])
+def test_the_name_of_a_layout_file_instead_of_its_text(name):
+  assert text_of(errors.RulesError, spmd.Layout.from_toml, name) == dedent(f"""\
+    '{name}' is the name of a layout file, not its text.
+    Fix: pass its text, Path('{name}').read_text().""")
 
 
 def test_options_for_parameters_that_a_function_does_not_have():
