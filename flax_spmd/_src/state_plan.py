@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from flax_spmd._src import compat
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.data.common_values import check_arguments
 from flax_spmd._src.data.key_arrays import put_all
 from flax_spmd._src.data.unusable_leaves import check_usable
@@ -85,6 +86,7 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
+    check_no_cycles(state)
     leaves = jax.tree.leaves(state)
     self._shardings = list(map(_in_planned_memory, planner.leaf_shardings(state), leaves))
     check_some_path_matches(layout.rules, state, self._shardings)
