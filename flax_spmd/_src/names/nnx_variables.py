@@ -141,7 +141,7 @@ class LeafNumber(int):
   """The number of a leaf, unlike an integer that a module holds beside its arrays."""
 
 
-def leaf_numbers(tree: Any) -> list[int | None]:
+def leaf_numbers(tree: Any) -> list[Any]:
   """The numbers that are a tree's leaves; None for other leaves."""
   return [leaf if isinstance(leaf, LeafNumber) else None for leaf in jax.tree.leaves(tree)]
 
