@@ -682,10 +682,11 @@ def test_functions_that_are_no_rules(rule):
   assert layout(lambda leaf, skip=(): None).rules  # a second argument may have a default
 
 
-def test_the_name_of_a_layout_file_instead_of_its_text():
-  assert text_of(errors.RulesError, spmd.Layout.from_toml, 'layouts/fsdp.toml') == dedent("""\
-    'layouts/fsdp.toml' is the name of a layout file, not its text.
-    Fix: pass its text, Path('layouts/fsdp.toml').read_text().""")
+@pytest.mark.parametrize('name', ['layouts/fsdp.toml', 'layouts/fsdp.tml', 'run=3/fsdp.toml'])
+def test_the_name_of_a_layout_file_instead_of_its_text(name):
+  assert text_of(errors.RulesError, spmd.Layout.from_toml, name) == dedent(f"""\
+    '{name}' is the name of a layout file, not its text.
+    Fix: pass its text, Path('{name}').read_text().""")
 
 
 def test_options_for_parameters_that_a_function_does_not_have():
@@ -895,3 +896,13 @@ def test_equal_arrays_of_a_box_are_named_once():
     stats, dim 0 'mlp': size 10 is not divisible by mesh axis 'model' (4), required by rule 0 ('mlp', 'model').
     Fix: pad it to 12, put the rule ('mlp', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
   )
+
+
+@pytest.mark.parametrize('method', ['init', 'plan', 'abstract'])
+def test_results_that_are_no_arrays_are_listed(method):
+  """As of a model of Equinox, which holds its activation beside its weights."""
+  model = lambda: {'weight': jnp.ones((8, 8)), 'name': 'mlp', 'dtype': jnp.dtype('float32')}
+  assert text_of(errors.LayoutError, getattr(layout(), method), model) == dedent("""\
+    dtype: dtype('float32') is no array or number of JAX.
+    name: 'mlp' is no array or number of JAX.
+    Fix: convert it with numpy.asarray, or keep it out of the tree.""")

@@ -386,7 +386,8 @@ def explain_plan(layout: Layout, planned: Any, stored: Any = None) -> Explanatio
       'Fix: pass a state of the planned structure.'
     )
   planner = planner_for(layout.mesh, layout.rules)
-  rows = tuple(planner.checked_rows(planned, stored))
+  every = planner.checked_rows(planned, stored)
+  rows = tuple(row for row in every if row.dtype != object)  # of what a module holds beside its arrays
   return Explanation(layout, rows, find(planner, rows))
 
 

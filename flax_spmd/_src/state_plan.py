@@ -20,8 +20,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from flax_spmd._src import compat
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.data.common_values import check_arguments
 from flax_spmd._src.data.key_arrays import put_all
+from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.explanation import Explanation, explain_plan
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import describe
@@ -35,7 +37,7 @@ from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.unmatched_paths import check_some_path_matches
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.strictness import check_state
-from flax_spmd._src.text import array_text, value_text
+from flax_spmd._src.text import array_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -84,7 +86,7 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
-    _check_arrays(state)
+    check_no_cycles(state)
     leaves = jax.tree.leaves(state)
     self._shardings = list(map(_in_planned_memory, planner.leaf_shardings(state), leaves))
     check_some_path_matches(layout.rules, state, self._shardings)
@@ -152,8 +154,12 @@ class Plan(Generic[State]):
       LayoutError: the tree is not a state of this plan (lists every leaf that differs).
     """
     check_concrete(self.layout.mesh)
-    leaves = put_all(self._leaves(tree), self._shardings)
-    return box_trees.rebuilt(self.abstract(), leaves)
+    leaves = self._leaves(tree)
+    try:
+      return box_trees.rebuilt(self.abstract(), put_all(leaves, self._shardings))
+    except Exception:
+      check_usable(leaves_with_paths(tree))
+      raise
 
   def box(self, state: Any) -> State:
     """The state with the boxes of the plan; it may have them already.
@@ -223,34 +229,19 @@ def _differences(
   return missing + more + other
 
 
-def _check_arrays(state: Any) -> None:
-  """Checks that NNX modules of a state have only arrays for data, as JAX's trees do. A function with them is jitted all the same.
-
-  Raises:
-    LayoutError: lists the others.
-  """
-  raise_problems(
-    [
-      Problem(
-        f'{path}: {value_text(leaf)} is no array, but part of what a module holds as data (`nnx.data`).',
-        'keep it apart from arrays, as nnx.static(...); or create this module apart, by layout.jit(...)().',
-      )
-      for path, leaf in leaves_with_paths(state)
-      if not hasattr(leaf, 'dtype')
-    ]
-  )
-
-
 def _in_planned_memory(sharding: NamedSharding, leaf: Any) -> NamedSharding:
   memory = planned_memory(leaf)
   return sharding if memory is None else sharding.with_memory_kind(memory)
 
 
 def _with_shardings(state: Any, shardings: Sequence[NamedSharding]) -> Any:
+  """The abstract state; modules keep what they hold beside their arrays, such as the dtypes of gradients."""
   abstract = (
     jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, 'weak_type', False)
     )
+    if hasattr(leaf, 'dtype')
+    else leaf
     for leaf, sharding in zip(jax.tree.leaves(state), shardings, strict=True)
   )
   return box_trees.rebuilt(state, abstract)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import flax_spmd as spmd
+from flax_spmd import presets
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 from tests.estimate.doubts import doubts_of
 
@@ -71,37 +72,67 @@ def test_automatic_constraints_that_do_not_divide_are_left_out():
   assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
 
 
+class Layers(nnx.Module):
+  """Two layers, the first of them in two places."""
+
+  def __init__(self, names):
+    init = nnx.initializers.lecun_normal()
+    init = nnx.with_partitioning(init, names) if names else init
+    self.up = nnx.Linear(512, 2048, rngs=nnx.Rngs(0))
+    self.down = nnx.Linear(2048, 512, kernel_init=init, rngs=nnx.Rngs(1))
+    self.again = self.up
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.again(self.down(nnx.relu(self.up(x))))))
+
+
+@pytest.mark.parametrize('names', [None, ('mlp', 'embed')])
+@pytest.mark.parametrize('returns', [True, False])
 @pytest.mark.parametrize('rule', [spmd.fsdp('data', min_size=1), spmd.optimizer_over('data')])
-def test_modules_are_estimated_as_their_states(rule):
-  """The parameters that a step returns keep their sharding: under ZeRO-1 they are gathered."""
+def test_modules_are_estimated_as_their_states(rule, returns, names):
+  """The parameters that a step returns, or only changes, keep their sharding: under ZeRO-1 they are gathered."""
 
   def create():
-    model = nnx.Sequential(
-      nnx.Linear(512, 2048, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(2048, 512, rngs=nnx.Rngs(1))
-    )
+    model = Layers(names)
     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
   def step(modules, x):
     model, optimizer = modules
     value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
     optimizer.update(model, gradients)
-    return modules, value
+    return (modules, value) if returns else value
 
   def functional(state, x):
     modules = nnx.merge(graph, state)
-    value = step(modules, x)[1]
-    return nnx.state(modules), value
+    value = step(modules, x)
+    return nnx.state(modules), value[1] if returns else value
 
-  graph = nnx.graphdef(nnx.eval_shape(create))
   x = jax.ShapeDtypeStruct((64, 512), 'float32')
-  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'), rule))
+  rules = (('batch', 'data'), ('mlp', 'model'), ('embed', None), rule)
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 4, 'model': 2}), rules)
+  graph = nnx.graphdef(layout.abstract(create))
   ours, theirs = (
-    Estimator(TrainStep(each, made, x)).estimate(layout, parse_target('h100:8'))
+    Estimator(TrainStep(each, made, x)).estimate(layout, parse_target('h100:8'), partition=False)
     for each, made in ((step, create), (functional, lambda: nnx.state(create())))
   )
-  assert ours.counts.by_axis() == theirs.counts.by_axis()
+  assert ours.counts == theirs.counts
   assert ours.memory == theirs.memory
-  assert 'all-gather' in {one.kind for one in ours.counts.collectives}
+  kinds = {one.kind for one in ours.counts.collectives}
+  assert 'all-gather' in kinds and kinds & {'all-reduce', 'reduce-scatter'}
+
+
+def test_an_array_in_two_places_is_counted_once():
+  """In the parts of the memory, and in its peak: no array is taken for one that the program lacks."""
+
+  def step(model, x):
+    model.up.bias[...] += jnp.mean(model(x))
+
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), presets.fsdp(min_size=1))
+  train_step = TrainStep(step, lambda: Layers(None), jax.ShapeDtypeStruct((64, 512), 'float32'))
+  compiled = compare(train_step, {'': layout}, 'cpu:8')[''].memory
+  estimated = Estimator(train_step).estimate(layout, parse_target('h100:8'), partition=False).memory
+  assert compiled.rest == estimated.rest == (2 * 512 * 2048 + 2048 + 512) * 4 // 8
+  assert compiled.peak == compiled.rest + compiled.batch + compiled.temporaries
 
 
 def contrastive(weights, x):

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd import checkpoint, explore
 from flax_spmd.errors import LayoutError
 
 RULES = (('batch', 'data'), ('mlp', 'model'))  # none for 'embed'
@@ -405,12 +406,54 @@ def test_a_module_whose_data_are_no_arrays_is_returned(data):
   assert module.total.sharding.spec == P('data', None)
 
 
-def test_a_state_whose_data_are_no_arrays_is_an_error_that_lists_them():
+DTYPE = {'a': jnp.dtype('float32')}
+
+
+def add_to_total(state, x):
+  gradients = state['gradients']
+  gradients.total[...] += x.astype(gradients.dtypes['a'])
+  return gradients.total.sum()
+
+
+def test_a_state_keeps_data_that_are_no_arrays():
+  """As NNX does, which takes them for a part of the structure; Tunix keeps the dtypes of gradients so."""
   layout = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  create = lambda: {'gradients': Accumulator(DTYPE)}
+  plan = layout.plan(create)
+  state = plan.init()
+  assert state['gradients'].dtypes == plan.abstract()['gradients'].dtypes == DTYPE
+  assert state['gradients'].total.sharding.spec == P('data', None)
+  assert [row.path for row in plan.explain(state).rows] == ['gradients/total']
+  assert layout.jit(add_to_total, donate_argnums=0)(state, jnp.ones((8, 8))) == 64
+  assert state['gradients'].total.sharding.spec == P('data', None)
+  train_step = explore.TrainStep(add_to_total, create, jnp.ones((8, 8)))
+  compiled = spmd.compare(train_step, {'': layout}, 'cpu:8')['']
+  estimated = explore.Estimator(train_step, platform='cpu').estimate(layout, 'cpu:8')
+  assert compiled.memory.rest == estimated.memory.rest == 32
   with pytest.raises(LayoutError) as error:
-    layout.init(lambda: {'gradients': Accumulator({'a': jnp.dtype('float32'), 'b': 2})})
+    plan.shard(state)
   assert str(error.value) == (
-    "gradients/dtypes/a: dtype('float32') is no array, but part of what a module holds as data (`nnx.data`).\n"
-    'gradients/dtypes/b: 2 is no array, but part of what a module holds as data (`nnx.data`).\n'
-    'Fix: keep it apart from arrays, as nnx.static(...); or create this module apart, by layout.jit(...)().'
+    "gradients/dtypes/a: dtype('float32') is no array or number of JAX.\n"
+    'Fix: convert it with numpy.asarray, or keep it out of the tree.'
   )
+
+
+@pytest.mark.parametrize('number', range(4))
+def test_numbers_beside_arrays_are_no_arrays(number, tmp_path):
+  """An integer in the data of a module is not the number of an array."""
+  layout = spmd.Layout({'data': 8}, (('embed', 'data'),))
+
+  def create():
+    lengths = {f'w{length}': nnx.Param(jnp.full(length, float(length))) for length in (1, 2, 3)}
+    return nnx.Dict(count=Accumulator({'k': number}), **lengths)
+
+  state = layout.init(create)
+  checkpoint.save(tmp_path / 'state', state, layout)
+  for copy in (
+    layout.shard(state),
+    layout.plan(create).shard(state),
+    checkpoint.restore(tmp_path / 'state', state),
+  ):
+    assert copy.count.dtypes == {'k': number}
+    for length in (1, 2, 3):
+      np.testing.assert_array_equal(copy[f'w{length}'][...], np.full(length, float(length)))

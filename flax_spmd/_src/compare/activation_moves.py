@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.jit.batch_leaves import is_decided_by_author
+from flax_spmd._src.names.nnx_variables import arrays_of
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.decisions import axis_names
@@ -30,7 +29,7 @@ def unconstrained_axes(state: Any, batch: Any, jaxpr: Any) -> tuple[str, ...]:
     jaxpr: the step, as traced.
   """
   is_named = any(TreeNames(state).statics)
-  if is_decided_by_author(jaxpr, is_named, [leaf.shape for leaf in jax.tree.leaves(state)]):
+  if is_decided_by_author(jaxpr, is_named, [array.shape for array in arrays_of(state)]):
     return ()
   of_state = _axes(state)
   return tuple(axis for axis in _axes(batch) if axis in of_state)
@@ -57,5 +56,5 @@ def activation_moves(axes: Sequence[str], rows: Sequence[Row], counts: Counts) -
 
 def _axes(tree: Any) -> list[str]:
   """The mesh axes that the arrays of a tree are sharded over."""
-  specs = [leaf.sharding.spec for leaf in jax.tree.leaves(tree)]
+  specs = [array.sharding.spec for array in arrays_of(tree)]
   return list(dict.fromkeys(axis for spec in specs for entry in spec for axis in axis_names(entry)))

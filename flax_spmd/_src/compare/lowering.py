@@ -29,6 +29,7 @@ from flax_spmd._src.jit.doubtful_operations import doubtful_operations
 from flax_spmd._src.jit.replicated_batches import batch_sizes, replicated_batches
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
+from flax_spmd._src.names.nnx_variables import arrays_of, first_places
 from flax_spmd._src.plan.rows import Row
 from flax_spmd.errors import TargetDeviceError
 
@@ -92,11 +93,11 @@ def lower(
     lowered = lower_for_target(traced, target.chip.platform, abstract.mesh)
   text = lowered.as_text()
   used = set(used_arguments(lowered))
-  arrays = enumerate(jax.tree.leaves((state, batch)))
+  of_state, of_batch = arrays_of(state), jax.tree.leaves(batch)
   described = describe_arguments(abstract, state, batch)
   findings = []
   if with_findings:
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    shapes = [array.shape for array in of_state]
     findings += doubtful_operations_of(traced.jaxpr, lambda: [lowered], abstract.mesh)
     findings += replicated_batches(requests, batch_sizes(batch), shapes)
   return described._replace(
@@ -105,7 +106,9 @@ def lower(
     dtype=dtype_of(text),
     findings=[*findings, *described.findings],
     unconstrained=unconstrained_axes(state, batch, traced.jaxpr),
-    unused_bytes=sum(_bytes_on_device(array) for index, array in arrays if index not in used),
+    unused_bytes=sum(
+      _bytes_on_device(array) for index, array in enumerate([*of_state, *of_batch]) if index not in used
+    ),
   )
 
 
@@ -164,12 +167,13 @@ def _is_abstract(batch: Any) -> bool:
 
 def describe_arguments(layout: Layout, state: Any, batch: Any) -> LoweredStep:
   """A `LoweredStep` of the arguments alone, with empty code."""
+  rows = layout.rows(state)
   return LoweredStep(
     b'',
     '',
     layout,
     'f32',
-    layout.rows(state),
+    [rows[place] for place in first_places(state)],
     sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(batch)),
     [finding.text for finding in layout.check(state).suspicious],
   )

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
@@ -56,7 +55,7 @@ from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitione
 from flax_spmd._src.jit.named_axis import number_of_groups
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
-from flax_spmd._src.plan.result_shardings import successors
+from flax_spmd._src.names.nnx_variables import arrays_of
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
@@ -144,16 +143,16 @@ class Estimator:
     self._groups = groups
     self._lowering = lower_on_names(self._given, self._platform, groups)
     self._train_step = self._lowering.train_step
-    state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
+    state = arrays_of(self._lowering.state)
     self.parameter_names = frozenset(
-      name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
+      name for array in state for name in array.sharding.spec if isinstance(name, str)
     )
     self._program = _AnalyzedStep(self._lowering, self._platform)
     constrained = self._lowering.with_batch
     self._with_batch = constrained and _AnalyzedStep(constrained, self._platform, True)
+    batch = self._train_step.batch
     self._parts = [
-      *(_part(path) for path, _ in state),
-      *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
+      _part(path[1:]) if path[0].idx == 0 else 'batch' for path, _ in self._lowering.leaves(batch)
     ]
     self._collect_names()
 
@@ -161,7 +160,7 @@ class Estimator:
     sizes: dict[str, set[int]] = {}
     together: set[frozenset[str]] = set()
     batch = abstract_batch(self._train_step, self._name_layout())
-    named = [(leaf.sharding.spec, leaf.shape) for leaf in jax.tree.leaves((self._lowering.state, batch))]
+    named = [(leaf.sharding.spec, leaf.shape) for leaf in arrays_of((self._lowering.state, batch))]
     named += [(logical.names, shape) for logical, shape in self._program.module.constraints]
     for names, shape in named:
       dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
@@ -173,7 +172,7 @@ class Estimator:
 
   def _name_layout(self) -> Layout:
     """The layout that the step was lowered under."""
-    mesh = next(iter(jax.tree.leaves(self._lowering.state))).sharding.mesh
+    mesh = arrays_of(self._lowering.state)[0].sharding.mesh
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
@@ -251,7 +250,7 @@ class Estimator:
   def _estimate(self, layout: Layout, target: Target, partition: bool, groups: int) -> Outcome:
     sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
-    arrays = jax.tree.leaves((self._lowering.state, batch))
+    arrays = [array for _, array in self._lowering.leaves(batch)]
     shardings = self._lowering.shardings(layout, batch)
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
@@ -339,7 +338,7 @@ class _AnalyzedStep:
     self._remembered = Remembered({}, {})
     self._merged = functools.lru_cache(_PROGRAMS)(self._merge)
     self.analyzed, _ = self._analyze([()] * len(self.module.graph.values))
-    self.replaced_arguments = successors(lowering.result, lowering.arguments)
+    self.replaced_arguments = lowering.replaced_arguments()
 
   def _analyze(self, specs: Sequence[Spec]) -> tuple[AnalyzedGraph, PartitionedOperations]:
     """The program with the operations merged that are equal, and sharded alike."""
@@ -361,7 +360,7 @@ class _AnalyzedStep:
 
     Args:
       layout: the layout.
-      shardings: those of all leaves of the state and the batch.
+      shardings: those of all leaves of the step's arguments.
       target: hardware to estimate for.
       lowered: function that lowers the step under the layout, to partition it whole; None to only estimate it.
     """

@@ -10,12 +10,14 @@ is lowered once for all layouts.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 
 from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
@@ -26,12 +28,13 @@ from flax_spmd._src.compat import (
   target_devices,
   used_arguments,
 )
-from flax_spmd._src.jit.batch_constraints import with_batch_constraints
-from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
+from flax_spmd._src.jit.batch_leaves import BatchLeaves
+from flax_spmd._src.jit.nnx_modules import Updated, leaves_of_values
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
+from flax_spmd._src.names.nnx_variables import first_places
 from flax_spmd._src.plan.planner import planner_for
-from flax_spmd._src.plan.result_shardings import same_forms
+from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.clauses.fsdp_rule import fsdp
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import EstimatorError, MeshAxisError
@@ -66,7 +69,8 @@ class NamedLowering(NamedTuple):
     state: tree of the step's first argument: shapes with shardings, in boxes.
     arguments: `(args, kwargs)` of the program, with modules as their states: shapes.
     result: tree of the program's results, likewise.
-    used: indices of the leaves of `(state, batch)` that the step uses; the program has no other arguments.
+    places: positions of the leaves of `arguments` in `(state, batch)`, where a shared variable has several.
+    used: indices of the leaves of `arguments` that the step uses; the program has no others.
     jaxpr: the step as traced.
     with_batch: the same step with its batch constrained; None if no layout constrains it.
   """
@@ -76,17 +80,36 @@ class NamedLowering(NamedTuple):
   state: Any
   arguments: Any
   result: Any
+  places: list[int]
   used: list[int]
   jaxpr: Any
   with_batch: NamedLowering | None = None
 
+  def leaves(self, batch: Any) -> list[tuple[KeyPath, Any]]:
+    """The leaves of `arguments` with their paths in `(state, batch)`; `batch` as in `batch_under`."""
+    every = jax.tree_util.tree_leaves_with_path((self.state, batch))
+    return [every[place] for place in self.places]
+
   def shardings(self, layout: Layout, batch: Any) -> list[NamedSharding]:
-    """The sharding of each leaf of `(state, batch)` under a layout; `batch` as in `batch_under`.
+    """The sharding of each leaf of `arguments` under a layout; `batch` as in `batch_under`.
 
     Boxes may be around any number of arrays, such as an optimizer's `MaskedNode`.
     """
     of_state = planner_for(layout.mesh, layout.rules).leaf_shardings(self.state)
-    return [*of_state, *(leaf.sharding for leaf in jax.tree.leaves(batch))]
+    every = [*of_state, *(leaf.sharding for leaf in jax.tree.leaves(batch))]
+    return [every[place] for place in self.places]
+
+  def replaced_arguments(self) -> list[int | None]:
+    """For each leaf of the result, the leaf of `arguments` whose place it takes in the next step; None for others."""
+    if not isinstance(self.result, Updated):
+      return successors(self.result, self.arguments)
+    result, modules, values, _ = self.result
+    before = leaves_of_values(self.result, self.arguments)
+    of_values = (
+      leaves if len(leaves) == len(jax.tree.leaves(value)) else [None] * len(jax.tree.leaves(value))
+      for leaves, value in zip(before, values, strict=True)
+    )
+    return [*successors((result, modules), self.arguments), *itertools.chain.from_iterable(of_values)]
 
   def batch_under(self, layout: Layout, batch: Any) -> BatchLeaves | None:
     """The batch that `layout.jit` constrains under a layout; None if it adds no constraints.
@@ -95,17 +118,11 @@ class NamedLowering(NamedTuple):
       layout: layout of the step.
       batch: tree of the step's second argument: shapes with the layout's shardings.
     """
-    leaves = jax.tree.leaves((self.state, batch))
     dynamic = jax.tree.structure(self.arguments).unflatten(
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(leaves, self.shardings(layout, batch), strict=True)
+      for (_, leaf), sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
     )
-
-    def returned() -> set[int]:
-      found = same_forms(self.result, dynamic, layout.mesh)
-      return {position for each in found for position in each}
-
-    return batch_leaves(dynamic, returned, self.jaxpr, layout.mesh, layout.rules)
+    return self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
 
 
 def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) -> NamedLowering:
@@ -142,16 +159,19 @@ def _lowered(train_step: TrainStepLike, platform: str, groups: int) -> NamedLowe
   found = _batch_of(lowered)
   if found is None:
     return lowered
-  constrained = _with_batch(lowered.train_step, found, layout)
-  return lowered._replace(with_batch=_lowered_on(layout, constrained, platform))
+  return lowered._replace(with_batch=_lowered_on(layout, lowered.train_step, platform, found))
 
 
-def _lowered_on(layout: Layout, train_step: TrainStep, platform: str) -> NamedLowering:
+def _lowered_on(
+  layout: Layout, train_step: TrainStep, platform: str, constrained: BatchLeaves | None = None
+) -> NamedLowering:
   state, batch = abstract_arguments(train_step, layout)
-  traced = train_step.jitted(layout, donate=True).trace(state, batch)
+  jitted = train_step.jitted(layout, donate=True)
+  traced = (jitted.with_batch(constrained) if constrained else jitted).trace(state, batch)
   lowered = lower_with_placeholders(traced, platform, layout.mesh)
   code, used = program_bytes(lowered), used_arguments(lowered)
-  return NamedLowering(code, train_step, state, lowered.args_info, lowered.out_info, used, traced.jaxpr)
+  places, arguments = first_places((state, batch)), lowered.args_info
+  return NamedLowering(code, train_step, state, arguments, lowered.out_info, places, used, traced.jaxpr)
 
 
 def _batch_of(lowered: NamedLowering) -> BatchLeaves | None:
@@ -160,17 +180,6 @@ def _batch_of(lowered: NamedLowering) -> BatchLeaves | None:
   under = Layout(mesh, Rules(('batch', _SPARE_AXIS), fsdp(_SPARE_AXIS, min_size=1)))
   found = lowered.batch_under(under, abstract_batch(lowered.train_step, under))
   return None if found is None else found._replace(axes=('batch',))
-
-
-def _with_batch(train_step: TrainStep, found: BatchLeaves, layout: Layout) -> TrainStep:
-  """A step with its batch constrained, as `layout.jit` does it."""
-
-  def step(*args: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(args)
-    plain = lambda leaves: train_step.step(*treedef.unflatten(leaves))
-    return with_batch_constraints(plain, found, layout.mesh)(leaves)
-
-  return train_step._replace(step=step)
 
 
 def _names_of(train_step: TrainStepLike) -> tuple[set[str], str | None]:

@@ -246,7 +246,18 @@ class Jitted(UnderLayout, Generic[P, Result]):
       self._name, self._mesh, rules, compiled, dynamic, required, result, results, constraints
     )
 
-  def _anew(self) -> Jitted[P, Result]:
+  def batch_of(self, dynamic: Any, result: Any, jaxpr: Any) -> BatchLeaves | None:
+    """The batch that a call constrains; None if it adds no constraints. All three are as traced, with modules split."""
+    find = self._find_batch
+    if find is not None and isinstance(result, Updated):
+      find = ModulePlans.batch(find)
+    return None if find is None else find(dynamic, result, jaxpr)
+
+  def with_batch(self, batch: BatchLeaves) -> Jitted[P, Result]:
+    """The function with this batch constrained in all of its calls, whatever their arguments."""
+    return self._anew(lambda *_: batch)
+
+  def _anew(self, find_batch: BatchFinder | None = None) -> Jitted[P, Result]:
     """The function without plans: static parts of its result, such as an optimizer, may be others in each trace."""
     anew = Jitted(
       cast(Callable[P, Result], self._fn),
@@ -257,7 +268,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       self._stored_specs,
       self._check,
       self._plan_updates,
-      self._find_batch,
+      find_batch or self._find_batch,
     )
     anew._traced.reported = self.reported
     return anew

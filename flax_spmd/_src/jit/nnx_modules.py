@@ -25,7 +25,13 @@ from jax.tree_util import GetAttrKey
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
-from flax_spmd._src.names.nnx_variables import attributes_as_keys, ends_walk, is_module
+from flax_spmd._src.names.nnx_variables import (
+  LeafNumber,
+  attributes_as_keys,
+  ends_walk,
+  is_module,
+  leaf_numbers,
+)
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd.errors import LayoutError
@@ -205,7 +211,7 @@ class ModulePlans:
       strict=True,
     )
     for plan, part, numbered in described:
-      order = _leaves(numbered)
+      order = leaf_numbers(numbered)
       flags = [number is not None and constrained[number] for number in order]
       planned |= zip(reversed(order), reversed(plan(part, arguments, flags)), strict=True)
     planned |= self._values(updated, numbers, dynamic, arguments)
@@ -217,12 +223,10 @@ class ModulePlans:
     each = [*args, *(kwargs[name] for name in sorted(kwargs))]
     plans = self._plan_updates(each, arguments, [False] * len(jax.tree.leaves(each)))
     by_leaf = dict(zip(reversed(_tree_order(dynamic)), reversed(plans), strict=True))
-    nodes = compat.nnx_index_map({})
-    merged(_numbered(dynamic), nodes)
-    variables, shapes = _variables(nodes), [np.shape(leaf) for leaf in jax.tree.leaves(dynamic)]
-    for number, value, leaf_numbers in zip(updated.numbers, updated.values, numbers.values, strict=True):
-      leaves = _leaves(variables[number].get_raw_value())
-      described = zip(leaves, jax.tree.leaves(value), _leaves(leaf_numbers), strict=False)
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(dynamic)]
+    before = leaves_of_values(updated, dynamic)
+    for leaves, value, results in zip(before, updated.values, numbers.values, strict=True):
+      described = zip(leaves, jax.tree.leaves(value), leaf_numbers(results), strict=False)
       for leaf, new, result in described:
         if shapes[leaf] == np.shape(new) and leaf in by_leaf:
           yield result, by_leaf[leaf]
@@ -342,26 +346,27 @@ def _viewed(dynamic: Any) -> Any:
 def _tree_order(dynamic: Any) -> list[int]:
   """The number of each leaf of merged arguments, among the leaves of the split ones."""
   args, kwargs = _viewed(_numbered(dynamic))
-  return _leaves([*args, *(kwargs[name] for name in sorted(kwargs))])
+  return leaf_numbers([*args, *(kwargs[name] for name in sorted(kwargs))])
 
 
 def _updated_leaves(updated: Updated, dynamic: Any) -> set[int]:
   """The leaves of split arguments that a function updates: those of variables, or all of its modules."""
   if updated.modules:
     return {*jax.tree.leaves(_splits(_numbered(dynamic)))}
+  return {leaf for leaves in leaves_of_values(updated, dynamic) for leaf in leaves}
+
+
+def leaves_of_values(updated: Updated, dynamic: Any) -> list[list[int]]:
+  """The leaves of split arguments that are the value of each variable in `updated.values`."""
   nodes = compat.nnx_index_map({})
   merged(_numbered(dynamic), nodes)
   variables = _variables(nodes)
-  return {leaf for number in updated.numbers for leaf in _leaves(variables[number].get_raw_value())}
+  return [leaf_numbers(variables[number].get_raw_value()) for number in updated.numbers]
 
 
 def _numbered(tree: Any) -> Any:
   structure = jax.tree.structure(tree)
-  return structure.unflatten(map(_Number, range(structure.num_leaves)))
-
-
-class _Number(int):
-  """The number of a leaf, unlike an integer that a module holds beside its arrays."""
+  return structure.unflatten(map(LeafNumber, range(structure.num_leaves)))
 
 
 def _filled(tree: Any) -> Any:
@@ -370,11 +375,6 @@ def _filled(tree: Any) -> Any:
 
 class _Filler:
   """Stands for a leaf that is not a result's own."""
-
-
-def _leaves(tree: Any) -> list[Any]:
-  """The numbers of a tree; None for a filler, and for what a module holds beside its arrays."""
-  return [leaf if isinstance(leaf, _Number) else None for leaf in jax.tree.leaves(tree)]
 
 
 def _variables(nodes: Mapping[int, Any]) -> list[Any]:

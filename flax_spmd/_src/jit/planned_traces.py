@@ -21,6 +21,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce
 from flax_spmd._src.context_values import assigned
 from flax_spmd._src.cycles import check_no_cycles
+from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.host_memory import on_device, on_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
@@ -32,6 +33,7 @@ from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.names.nnx_variables import has_modules
+from flax_spmd._src.names.unit_paths import leaves_with_paths
 
 
 class TakesModules(Exception):
@@ -148,6 +150,8 @@ class TracedFunction:
       result = self._under_layout(args, kwargs)
       if has_modules(result):  # before JAX flattens them: parts of a module may be no arrays
         raise TakesModules
+      check_no_cycles(result)
+      check_usable(each for each in leaves_with_paths(result) if not hasattr(each[1], 'dtype'))
       return _on_all_devices(result, self._mesh) if anchored else result
 
     return body
@@ -203,7 +207,6 @@ def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
   without devices (Flax's) have no effect (https://github.com/jax-ml/jax/issues/23634). One open constraint
   on the concrete mesh prevents that.
   """
-  check_no_cycles(result)
   leaves, treedef = jax.tree.flatten(result)
   traced = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
   if traced and isinstance(mesh, Mesh) and set(mesh.axis_types) == {AxisType.Auto}:

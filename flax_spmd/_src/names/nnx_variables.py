@@ -115,7 +115,43 @@ def check_functional(tree: Any, by: str) -> None:
 def rebuilt_modules(tree: Any, leaves: Iterable[Any]) -> Any:
   """The tree with other leaves, in the order of `jax.tree.leaves`; modules and variables that are shared stay shared.
 
-  JAX would make two of one that has two places in a tree.
+  JAX would make two of one that has two places in a tree. What modules hold beside their arrays stays.
+  """
+  numbers, merged = _split_tree(tree)
+  new = dict(zip(reversed(numbers), reversed(list(leaves)), strict=True))
+  return merged(new[number] for number in range(len({*numbers} - {None})))
+
+
+def first_places(tree: Any) -> list[int]:
+  """For each array of a tree whose modules are split, its first position in `jax.tree.leaves`, where a shared one has several."""
+  if not has_modules(tree):
+    return list(range(len(jax.tree.leaves(tree))))
+  numbers, _ = _split_tree(tree)
+  positions = {number: at for at, number in reversed([*enumerate(numbers)])}
+  return [positions[number] for number in range(len({*numbers} - {None}))]
+
+
+def arrays_of(tree: Any) -> list[Any]:
+  """The leaves of a tree, without what modules hold beside their arrays; a shared array once."""
+  leaves = jax.tree.leaves(tree)
+  return [leaves[place] for place in first_places(tree)]
+
+
+class LeafNumber(int):
+  """The number of a leaf, unlike an integer that a module holds beside its arrays."""
+
+
+def leaf_numbers(tree: Any) -> list[Any]:
+  """The numbers that are a tree's leaves; None for other leaves."""
+  return [leaf if isinstance(leaf, LeafNumber) else None for leaf in jax.tree.leaves(tree)]
+
+
+def _split_tree(tree: Any) -> tuple[list[int | None], Callable[[Iterable[Any]], Any]]:
+  """A tree with its modules split.
+
+  Returns:
+    For each of `jax.tree.leaves`, its number among the arrays of split modules, several times for a shared one; None for what
+    is no array. And a function from as many arrays to the tree of these.
   """
   indices = compat.nnx_ref_map()
   nodes, treedef = jax.tree.flatten(tree, is_leaf=is_module)
@@ -130,9 +166,7 @@ def rebuilt_modules(tree: Any, leaves: Iterable[Any]) -> Any:
       for definition, part in parts
     )
 
-  numbers = jax.tree.leaves(merged(range(len(arrays))))  # of a shared array, once for each of its places
-  new = dict(zip(reversed(numbers), reversed(list(leaves)), strict=True))
-  return merged(new[number] for number in range(len(arrays)))
+  return leaf_numbers(merged(map(LeafNumber, range(len(arrays))))), merged
 
 
 def attributes_as_keys(tree: Any, seen: set[int] | None = None) -> Any:

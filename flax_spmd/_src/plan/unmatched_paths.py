@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.names.unit_paths import leaves_with_paths
@@ -33,7 +34,7 @@ def check_some_path_matches(rules: Rules, state: Any, shardings: Sequence[NamedS
   sharding = [(rule, clause) for rule, clause in by_path if clause.mesh_axes]
   if not sharding or not all(each.is_fully_replicated for each in set(shardings)):
     return
-  paths = [path for path, leaf in leaves_with_paths(state) if math.prod(leaf.shape) > 1]
+  paths = [path for path, leaf in leaves_with_paths(state) if math.prod(np.shape(leaf)) > 1]
   resolver = resolver_of(rules)
   if (
     not paths

@@ -94,7 +94,7 @@ def read(text: str) -> Parsed:
     raise RulesError(
       f'A {type(text).__name__} is not the text of a layout file.\nFix: pass its text, such as path.read_text().'
     )
-  if text.strip().endswith('.toml') and len(text.splitlines()) == 1:
+  if len(text.splitlines()) == 1 and (text.strip().endswith('.toml') or not re.search(r'[=\[#]', text)):
     raise RulesError(
       f'{value_text(text)} is the name of a layout file, not its text.\nFix: pass its text, Path({value_text(text)}).read_text().'
     )
