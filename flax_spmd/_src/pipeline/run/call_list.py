@@ -146,7 +146,8 @@ class CallList:
 
   Attributes:
     calls: calls and sends, in order.
-    results: the buffers of each computed result, one per rank that has it.
+    results: the buffers of each result, one per rank that has it. An argument that is returned and that no rank
+      uses has none.
   """
 
   calls: list[Call | Send]
@@ -253,6 +254,9 @@ class CallListBuilder:
     results = {
       value: [Buffer(value, None, rank) for rank in ranks] for value, ranks in result_ranks.items()
     }
+    given = {buffer for call in calls for buffer in call.inputs if buffer.value in self._arguments}
+    for value in self._arguments.intersection(self._joined.results):
+      results[value] = [each for rank in self._ranks if (each := Buffer(value, None, rank)) in given]
     return CallList(_with_sends(calls, results), results)
 
   # -- the loop
