@@ -272,6 +272,32 @@ def test_calls_of_a_model_share_the_stages(calls, block):
   np.testing.assert_allclose(inference(params, X[0], X[1]), apart(params, X[0], X[1]), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+  'block', [Block, pytest.param(nn.remat(nn.jit(Block)), marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize('frozen', ['teacher', 'first layers'])
+def test_a_frozen_model_is_cut_too(frozen, block):
+  """Its modules have no backward pass, and two stages get what the gradients of two others cost."""
+  student, teacher = Model((32,) * 4, block), Model((32,) * 12, block)
+
+  def step(params, batch):
+    student_params, teacher_params = params
+
+    def loss(student_params, x):
+      wanted = teacher.apply({'params': teacher_params}, x)
+      x = x if frozen == 'teacher' else lax.stop_gradient(wanted)
+      return jnp.mean((student.apply({'params': student_params}, x) - jnp.sin(wanted)) ** 2)
+
+    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(student_params, x), batch, FOUR, Mean)
+    return (jax.tree.map(lambda w, g: w - 0.1 * g, student_params, grads), teacher_params), value
+
+  params = params_of(student), params_of(teacher)
+  found = LAYOUT.pipeline_jit(step, stages=4)(params, X)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), found, jax.jit(step)(params, X))
+  ranks = [{*itertools.chain(*ranks_of(each))} for each in found[0]]
+  assert ranks == [{2, 3}, {0, 1}]
+
+
 def test_a_stage_has_few_large_blocks_or_many_small_ones():
   model = Model((256, 64, 64, 64, 64, 256, 256), nn.remat(Block))
   trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)
