@@ -293,7 +293,9 @@ def test_a_frozen_model_is_cut_too(frozen, block):
 
   params = params_of(student), params_of(teacher)
   found = LAYOUT.pipeline_jit(step, stages=4)(params, X)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), found, jax.jit(step)(params, X))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), found, jax.jit(step)(params, X)
+  )
   ranks = [{*itertools.chain(*ranks_of(each))} for each in found[0]]
   assert ranks == [{2, 3}, {0, 1}]
 
@@ -464,6 +466,10 @@ def first_of(variables):
   return jax.tree.leaves(variables)[0]
 
 
+def mapped_inference_of(model):
+  return lambda params, batch: lax.map(lambda x: inference_of(model)(params, x), batch)
+
+
 def gradient_of(model):
   return jax.grad(lambda params, x: jnp.sum(inference_of(model)(params, x)))
 
@@ -492,6 +498,14 @@ def gradient_of(model):
       4,
       'Gradients are taken outside a microbatch loop.\nFix: take them inside flax_spmd.pipeline.accumulate, '
       'with microbatches=1 to keep the batch whole.',
+    ),
+    (
+      mapped_inference_of,
+      4,
+      'All modules after which a stage may end are inside operations that cannot be cut:\n'
+      f'  scan at auto_stages_test.py:{mapped_inference_of.__code__.co_firstlineno + 1}\n'
+      'Fix: call the model outside of them. A loop over microbatches is flax_spmd.pipeline.accumulate, with gradients or '
+      'without; one over steps or tokens is a Python loop around the function.',
     ),
     (step_of, 0, 'pipeline_jit: stages is 0.\nFix: pass a positive integer.'),
     (

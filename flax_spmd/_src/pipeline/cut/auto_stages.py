@@ -153,9 +153,7 @@ def _count(marks: Mapping[Equation, tuple[str, int]]) -> int:
   return len({number for _, number in marks.values()})
 
 
-def _usable_marks(
-  marks: dict[Equation, tuple[str, int]], body: Body
-) -> dict[Equation, tuple[str, int]]:
+def _usable_marks(marks: dict[Equation, tuple[str, int]], body: Body) -> dict[Equation, tuple[str, int]]:
   """The marks without those that `nn.remat` recomputes, renumbered: the recomputation cannot be cut.
 
   A mark without a backward pass that none recomputes is of a frozen model, such as a teacher.
@@ -167,7 +165,9 @@ def _usable_marks(
     for mark in eq.occurrences(one, may_end_p)
   }
   back = {number for direction, number in marks.values() if direction == 'backward'}
-  usable = sorted(back | {at for one, (_, at) in marks.items() if one.params['number'] not in recomputed})
+  usable = sorted(
+    back | {at for one, (_, at) in marks.items() if one.params['number'] not in recomputed}
+  )
   return {
     one: (direction, usable.index(number))
     for one, (direction, number) in marks.items()

@@ -128,7 +128,7 @@ def read_step(
     )
   if ends:
     return _once(arguments, equations, results)
-  _check_loops(within, loops)
+  _check_loops(equations, within, loops)
   [loop] = loops
   if mesh.size > 1:
     at = equations.index(loop)
@@ -169,10 +169,20 @@ def _ends_inside(equation: Equation, direction: str) -> set[int]:
   }
 
 
-def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
+def _check_loops(
+  equations: Sequence[Equation], within: Sequence[Equation], loops: Sequence[Equation]
+) -> None:
   """Raises unless exactly one equation has marks inside, and it is a loop."""
   if len(loops) == 1 == len(within):
     return
+  around = [one for one in equations if may_end_p in marks_inside(one)]
+  if around and not within:
+    raise PipelineError(
+      'All modules after which a stage may end are inside operations that cannot be cut:\n'
+      + first_lines([f'  {eq.operation_text(one)}' for one in around])
+      + '\nFix: call the model outside of them. A loop over microbatches is flax_spmd.pipeline.accumulate, with '
+      'gradients or without; one over steps or tokens is a Python loop around the function.'
+    )
   if not within:
     raise PipelineError(
       'No stage ends in this function.\nFix: write x = flax_spmd.pipeline.stage_end(x) in the model, '
