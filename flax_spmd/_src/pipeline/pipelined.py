@@ -36,7 +36,7 @@ from flax_spmd._src.jit.constrained_results import (
   results_of_constrained_shapes,
 )
 from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
-from flax_spmd._src.jit.foreign_meshes import check_meshes
+from flax_spmd._src.jit.foreign_meshes import STAGES_MESH, check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
@@ -89,7 +89,6 @@ InputPlanner = Callable[[Any], Sequence[Any]]
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
 
-_OF_A_STAGE = 'the mesh of a stage'
 _LARGE_VALUE = 1 << 16  # bytes; a smaller carried value is replicated unless its sharding is known
 
 
@@ -200,7 +199,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
-      with trace_scope(InForce(abstract, setting.rules), _OF_A_STAGE), ends:
+      with trace_scope(InForce(abstract, setting.rules), STAGES_MESH), ends:
         return self._fn(*args, **kwargs)
 
     with compat.without_mesh():  # a block around the call may have set one of another size
@@ -211,7 +210,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       if batch is not None:
         rewritten = with_batch_constraints(function, batch, abstract)
         jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
-    check_meshes(jaxpr, abstract, _OF_A_STAGE)
+    check_meshes(jaxpr, abstract, STAGES_MESH)
     warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
