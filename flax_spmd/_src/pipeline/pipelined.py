@@ -316,8 +316,7 @@ class TracedPipelineStep:
     axes = self._setting.batch_axes
     step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
     if not step.loop.once:
-      self._warn_of_whole_rows(step)
-      self._warn_of_replicated_rows(step)
+      self._warn_of_batch(step)
     schedule, stages = step.loop.schedule or self._setting.schedule, self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       self._check_stages(stages, schedule)
@@ -351,21 +350,14 @@ class TracedPipelineStep:
       if number is not None and step.arguments[number] not in batch
     }
 
-  def _warn_of_whole_rows(self, step: StepParts) -> None:
-    """Warns of a batch on no mesh that is not sharded, and that the step itself does not constrain."""
-    setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
-    if is_constrained_over(self.jaxpr, setting.batch_axes):
-      return
-    paths = named_arguments(request.treedef.unflatten(request.avals))
-    every = zip(step.arguments, paths, request.specs, strict=True)
-    given = [(path, aval, spec) for value, (path, aval), spec in every if value in step.batch]
-    rows = [*step.loop.body.rows.values()]
-    warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
-
-  def _warn_of_replicated_rows(self, step: StepParts) -> None:
-    """Warns of a batch that constraints replicate, as the table has no rule for its name there."""
+  def _warn_of_batch(self, step: StepParts) -> None:
+    """Warns of a batch that is not sharded: one on no mesh that the step does not constrain, or that constraints replicate."""
     setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
     rows, specs = [*step.loop.body.rows.values()], dict(zip(step.arguments, request.specs, strict=True))
+    if not is_constrained_over(self.jaxpr, setting.batch_axes):
+      every = zip(specs.items(), named_arguments(request.treedef.unflatten(request.avals)), strict=True)
+      given = [(path, aval, spec) for (value, spec), (path, aval) in every if value in step.batch]
+      warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
     found = sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, setting.batch_axes)
     if found is not None and setting.constrain_batch and isinstance(setting.mesh, Mesh):
       shapes = enumerate(aval.shape for aval in request.avals)
