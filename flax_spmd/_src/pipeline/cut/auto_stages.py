@@ -21,7 +21,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
 from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, in_sequence, paired
-from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
+from flax_spmd._src.pipeline.cut.stage_marks import marks_inside, may_end_p, stage_end_p
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural
 from flax_spmd.errors import PipelineError
@@ -162,7 +162,7 @@ def _usable_marks(marks: dict[Equation, tuple[str, int]], body: Body) -> dict[Eq
     mark.params['number']
     for one in body.equations
     if one.name in compat.REMATS and one.params.get('differentiated')
-    for mark in eq.occurrences(one, may_end_p)
+    for mark in marks_inside(one, may_end_p)
   }
   back = {number for direction, number in marks.values() if direction == 'backward'}
   usable = sorted(
