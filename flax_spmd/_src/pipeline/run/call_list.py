@@ -257,7 +257,9 @@ class CallListBuilder:
     given = {buffer for call in calls for buffer in call.inputs if buffer.value in self._arguments}
     for value in self._arguments.intersection(self._joined.results):
       every = [Buffer(value, None, rank) for rank in self._ranks]
-      stays = self._broadcast_small and value.bytes <= _SMALL_RESULT  # every process can read what it has passed
+      stays = (
+        self._broadcast_small and value.bytes <= _SMALL_RESULT
+      )  # every process can read what it has passed
       results[value] = [] if stays else [each for each in every if each in given]
     return CallList(_with_sends(calls, results), results)
 
