@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -1050,13 +1051,26 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
       yield from filter(is_jaxpr, param)
 
 
-def equations_in(jaxpr: Any, enters: Callable[[Any], bool] = lambda equation: True) -> Iterator[Any]:
+def equations_in(jaxpr: Any, enters: Callable[[Any], bool] | None = None) -> Iterable[Any]:
   """The equations of a program and of the programs inside it, each program once, however often it is called.
 
   Args:
     jaxpr: the program, closed or not.
-    enters: whether the programs inside an equation are looked into.
+    enters: whether the programs inside an equation are looked into. None: all are, and the equations are kept as long
+      as the program, as several checks walk through it.
   """
+  if enters is not None:
+    return _equations_in(jaxpr, enters)
+  inner = getattr(jaxpr, 'jaxpr', jaxpr)
+  if inner not in _walked:
+    _walked[inner] = tuple(_equations_in(inner, lambda equation: True))
+  return _walked[inner]
+
+
+_walked: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _equations_in(jaxpr: Any, enters: Callable[[Any], bool]) -> Iterator[Any]:
   seen, left = set(), [iter(jaxpr_parts(jaxpr).equations)]
   while left:
     equation = next(left[-1], None)

@@ -98,23 +98,43 @@ def test_a_module_on_the_mesh_of_the_layout_runs():
 
 
 def test_a_stage_on_the_mesh_of_all_ranks_is_refused():
+  """The fix, no mesh or that of the time of the call, gives the same step."""
   layout = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
+  w, batch = {'first': jnp.eye(4), 'second': jnp.ones((4, 4))}, jnp.arange(96.0).reshape(3, 8, 4) / 96
 
-  def step(w, batch):
-    def loss(w, x):
-      x = stage_end(jnp.tanh(x @ w['first']))
-      return jnp.mean(constrained(x @ w['second'], layout.mesh, 'data') ** 2)
+  def doubled(x, mesh):
+    return jax.shard_map(lambda x: 2 * x, in_specs=P('data'), out_specs=P('data'), **mesh)(x)
 
-    grads = accumulate(lambda x: jax.grad(loss)(w, x), batch, OneFOneB(2))
-    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+  def step_of(layer):
+    def step(w, batch):
+      def loss(w, x):
+        x = stage_end(jnp.tanh(x @ w['first']))
+        return jnp.mean(layer(x @ w['second']) ** 2)
 
-  w = {'first': jnp.ones((4, 4)), 'second': jnp.ones((4, 4))}
-  with pytest.raises(MeshError) as error:
-    layout.pipeline_jit(step).trace(w, jnp.ones((3, 8, 4)))
-  assert without_lines(error) == (
-    "The constraint P('data',) at foreign_meshes_test.py:N is on the mesh {'stage': 2, 'data': 4}; the mesh of a "
-    "stage is {'stage': 1, 'data': 4}." + FIX
+      return accumulate(lambda x: jax.grad(loss)(w, x), batch, OneFOneB(2))
+
+    return step
+
+  def text_of(layer):
+    with pytest.raises(MeshError) as error:
+      layout.pipeline_jit(step_of(layer)).trace(w, batch)
+    return without_lines(error)
+
+  text = (
+    "The {} at foreign_meshes_test.py:N is on the mesh {{'stage': 2, 'data': 4}}; the mesh of a stage is "
+    "{{'stage': 1, 'data': 4}}.\nFix: give a constraint a PartitionSpec alone, and a shard_map no mesh, or "
+    'jax.sharding.get_abstract_mesh() of the time of the call: each stage is a program on a mesh of its own.'
   )
+  assert text_of(lambda x: constrained(x, layout.mesh, 'data')) == text.format("constraint P('data',)")
+  assert text_of(lambda x: doubled(x, {'mesh': layout.mesh})) == text.format('shard_map')
+  for layer, factor in (
+    (lambda x: jax.lax.with_sharding_constraint(x, P('data')), 1),
+    (lambda x: doubled(x, {}), 2),
+    (lambda x: doubled(x, {'mesh': jax.sharding.get_abstract_mesh()}), 2),
+  ):
+    found = layout.pipeline_jit(step_of(layer))(w, batch)
+    wanted = jax.jit(step_of(lambda x: factor * x))(w, batch)  # noqa: B023
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, wanted)
 
 
 # -- shard_map, for which JAX's own error names no line

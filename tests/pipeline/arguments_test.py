@@ -209,6 +209,29 @@ def test_donated_and_passed_through(schedule):
     assert_same((result, loss), (expected, expected_loss))
 
 
+def test_frozen_arguments(schedule):
+  """An argument that is returned unchanged is then on the ranks that use it; one that no rank uses stays where it was."""
+  frozen = {name: np.asarray(value) for name, value in PARAMS.items()}  # as a file reader returns them
+
+  def step(state, x, y):
+    deltas, frozen, scale, unused = state
+
+    def loss(deltas, x, y):
+      return squared(jax.tree.map(lambda w, delta: w + scale * delta, frozen, deltas), x, y)
+
+    deltas, value = training(loss, schedule)(deltas, x, y)
+    return (deltas, frozen, scale, unused), value
+
+  state = jax.tree.map(jnp.zeros_like, PARAMS), frozen, 2.0, jnp.arange(3)
+  (_, kept, scale, unused), _ = check(step, state, X, Y, donate_argnums=0)
+  for stage, name in enumerate(sorted(kept)):
+    assert kept[name].sharding.device_set == {*LAYOUT.mesh.devices[stage]}
+  assert len(unused.devices()) == 1
+  (_, again, _, _), _ = LAYOUT.pipeline_jit(step)((PARAMS, kept, scale, unused), X, Y)
+  local = [name for name in kept if kept[name].addressable_shards]
+  assert all(again[name] is kept[name] for name in local)  # nothing was moved
+
+
 def test_donated_and_tied(schedule):
   params = {**PARAMS, 'embedding': weight(9, 64)}
 

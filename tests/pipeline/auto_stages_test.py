@@ -272,6 +272,34 @@ def test_calls_of_a_model_share_the_stages(calls, block):
   np.testing.assert_allclose(inference(params, X[0], X[1]), apart(params, X[0], X[1]), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+  'block', [Block, pytest.param(nn.remat(nn.jit(Block)), marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize('frozen', ['teacher', 'first layers'])
+def test_a_frozen_model_is_cut_too(frozen, block):
+  """Its modules have no backward pass, and two stages get what the gradients of two others cost."""
+  student, teacher = Model((32,) * 4, block), Model((32,) * 12, block)
+
+  def step(params, batch):
+    student_params, teacher_params = params
+
+    def loss(student_params, x):
+      wanted = teacher.apply({'params': teacher_params}, x)
+      x = x if frozen == 'teacher' else lax.stop_gradient(wanted)
+      return jnp.mean((student.apply({'params': student_params}, x) - jnp.sin(wanted)) ** 2)
+
+    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(student_params, x), batch, FOUR, Mean)
+    return (jax.tree.map(lambda w, g: w - 0.1 * g, student_params, grads), teacher_params), value
+
+  params = params_of(student), params_of(teacher)
+  found = LAYOUT.pipeline_jit(step, stages=4)(params, X)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), found, jax.jit(step)(params, X)
+  )
+  ranks = [{*itertools.chain(*ranks_of(each))} for each in found[0]]
+  assert ranks == [{2, 3}, {0, 1}]
+
+
 def test_a_stage_has_few_large_blocks_or_many_small_ones():
   model = Model((256, 64, 64, 64, 64, 256, 256), nn.remat(Block))
   trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)
@@ -438,6 +466,10 @@ def first_of(variables):
   return jax.tree.leaves(variables)[0]
 
 
+def mapped_inference_of(model):
+  return lambda params, batch: lax.map(lambda x: inference_of(model)(params, x), batch)
+
+
 def gradient_of(model):
   return jax.grad(lambda params, x: jnp.sum(inference_of(model)(params, x)))
 
@@ -466,6 +498,14 @@ def gradient_of(model):
       4,
       'Gradients are taken outside a microbatch loop.\nFix: take them inside flax_spmd.pipeline.accumulate, '
       'with microbatches=1 to keep the batch whole.',
+    ),
+    (
+      mapped_inference_of,
+      4,
+      'All modules after which a stage may end are inside operations that cannot be cut:\n'
+      f'  scan at auto_stages_test.py:{mapped_inference_of.__code__.co_firstlineno + 1}\n'
+      'Fix: call the model outside of them. A loop over microbatches is flax_spmd.pipeline.accumulate, with gradients or '
+      'without; one over steps or tokens is a Python loop around the function.',
     ),
     (step_of, 0, 'pipeline_jit: stages is 0.\nFix: pass a positive integer.'),
     (

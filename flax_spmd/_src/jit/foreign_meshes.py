@@ -26,11 +26,13 @@ from flax_spmd._src.rules.decisions import UNCONSTRAINED
 from flax_spmd._src.source_lines import line_text, source_line, user_frame
 from flax_spmd.errors import MeshError, Problem, problems_text, raise_problems
 
-LAYOUTS_MESH = "the layout's mesh"
-_FIX = (
-  "build the model on the layout's mesh, layout.mesh. For compare, search and Estimator, pass a function that "
-  'builds it for a layout: lambda layout: TrainStep(...).'
-)
+LAYOUTS_MESH, STAGES_MESH = "the layout's mesh", 'the mesh of a stage'
+_FIXES = {
+  LAYOUTS_MESH: "build the model on the layout's mesh, layout.mesh. For compare, search and Estimator, pass a function "
+  'that builds it for a layout: lambda layout: TrainStep(...).',
+  STAGES_MESH: 'give a constraint a PartitionSpec alone, and a shard_map no mesh, or jax.sharding.get_abstract_mesh() '
+  'of the time of the call: each stage is a program on a mesh of its own.',
+}
 _KINDS = {'sharding_constraint': 'constraint', 'pjit': 'jit'} | {
   name: name for name in ('jit', 'shard_map', 'reshard', 'device_put')
 }  # other equations repeat the sharding of an operand
@@ -113,7 +115,9 @@ def _problem(kind: str, spec: Any, line: str, other: MeshLike, mesh: MeshLike, o
     {axis: size for axis, size in each.items() if axis not in idle} or each for each in (others, sizes)
   )
   return Problem(
-    f'The {kind}{spec} at {line} is on the mesh {one}{difference}; {owner} is {two}.', _FIX, MeshError
+    f'The {kind}{spec} at {line} is on the mesh {one}{difference}; {owner} is {two}.',
+    _FIXES[owner],
+    MeshError,
   )
 
 

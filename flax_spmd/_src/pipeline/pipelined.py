@@ -36,7 +36,7 @@ from flax_spmd._src.jit.constrained_results import (
   results_of_constrained_shapes,
 )
 from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
-from flax_spmd._src.jit.foreign_meshes import check_meshes
+from flax_spmd._src.jit.foreign_meshes import STAGES_MESH, check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
@@ -89,7 +89,6 @@ InputPlanner = Callable[[Any], Sequence[Any]]
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
 
-_OF_A_STAGE = 'the mesh of a stage'
 _LARGE_VALUE = 1 << 16  # bytes; a smaller carried value is replicated unless its sharding is known
 
 
@@ -200,7 +199,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
-      with trace_scope(InForce(abstract, setting.rules), _OF_A_STAGE), ends:
+      with trace_scope(InForce(abstract, setting.rules), STAGES_MESH), ends:
         return self._fn(*args, **kwargs)
 
     with compat.without_mesh():  # a block around the call may have set one of another size
@@ -211,7 +210,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       if batch is not None:
         rewritten = with_batch_constraints(function, batch, abstract)
         jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
-    check_meshes(jaxpr, abstract, _OF_A_STAGE)
+    check_meshes(jaxpr, abstract, STAGES_MESH)
     warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
@@ -317,8 +316,7 @@ class TracedPipelineStep:
     axes = self._setting.batch_axes
     step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs, axes)
     if not step.loop.once:
-      self._warn_of_whole_rows(step)
-      self._warn_of_replicated_rows(step)
+      self._warn_of_batch(step)
     schedule, stages = step.loop.schedule or self._setting.schedule, self._setting.stages
     if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       self._check_stages(stages, schedule)
@@ -352,21 +350,14 @@ class TracedPipelineStep:
       if number is not None and step.arguments[number] not in batch
     }
 
-  def _warn_of_whole_rows(self, step: StepParts) -> None:
-    """Warns of a batch on no mesh that is not sharded, and that the step itself does not constrain."""
-    setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
-    if is_constrained_over(self.jaxpr, setting.batch_axes):
-      return
-    paths = named_arguments(request.treedef.unflatten(request.avals))
-    every = zip(step.arguments, paths, request.specs, strict=True)
-    given = [(path, aval, spec) for value, (path, aval), spec in every if value in step.batch]
-    rows = [*step.loop.body.rows.values()]
-    warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
-
-  def _warn_of_replicated_rows(self, step: StepParts) -> None:
-    """Warns of a batch that constraints replicate, as the table has no rule for its name there."""
+  def _warn_of_batch(self, step: StepParts) -> None:
+    """Warns of a batch that is not sharded: one on no mesh that the step does not constrain, or that constraints replicate."""
     setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
     rows, specs = [*step.loop.body.rows.values()], dict(zip(step.arguments, request.specs, strict=True))
+    if not is_constrained_over(self.jaxpr, setting.batch_axes):
+      every = zip(specs.items(), named_arguments(request.treedef.unflatten(request.avals)), strict=True)
+      given = [(path, aval, spec) for (value, spec), (path, aval) in every if value in step.batch]
+      warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
     found = sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, setting.batch_axes)
     if found is not None and setting.constrain_batch and isinstance(setting.mesh, Mesh):
       shapes = enumerate(aval.shape for aval in request.avals)

@@ -48,12 +48,10 @@ def with_ends(body: Body, stages: int, name: str, reported: set[str]) -> Body:
   Warns:
     UserWarning: once, if one stage has almost all the cost, with its largest operation and a fix.
   """
-  every = paired(_differentiated_once(body.equations), may_end_p)
-  if not any(direction == 'backward' for direction, _ in every.values()) and _recomputes(body):
-    every = {}  # gradients of the whole model are one operation
-  marks = _usable_marks(_of_one_call(body, every))
+  every = _usable_marks(paired(_differentiated_once(body.equations), may_end_p), body)
+  marks = _of_one_call(body, every)
   if _count(marks) < stages - 1:
-    marks = _usable_marks(every)
+    marks = every
   count = _count(marks)
   if count < stages - 1:
     fewer = f'use {count + 1} stages or fewer, or ' if count else ''
@@ -88,14 +86,6 @@ def with_ends(body: Body, stages: int, name: str, reported: set[str]) -> Body:
       else one
       for one in body.equations
     ],
-  )
-
-
-def _recomputes(body: Body) -> bool:
-  """Whether a remat in the backward pass has possible ends inside, of which there can be no gradients."""
-  return any(
-    one.name in compat.REMATS and one.params.get('differentiated') and may_end_p in marks_inside(one)
-    for one in body.equations
   )
 
 
@@ -163,13 +153,21 @@ def _count(marks: Mapping[Equation, tuple[str, int]]) -> int:
   return len({number for _, number in marks.values()})
 
 
-def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
-  """The marks that occur in the backward pass too, renumbered; all marks if there is no backward pass.
+def _usable_marks(marks: dict[Equation, tuple[str, int]], body: Body) -> dict[Equation, tuple[str, int]]:
+  """The marks without those that `nn.remat` recomputes, renumbered: the recomputation cannot be cut.
 
-  A mark inside `nn.remat` occurs in the forward pass only: the recomputation cannot be cut.
+  A mark without a backward pass that none recomputes is of a frozen model, such as a teacher.
   """
+  recomputed = {
+    mark.params['number']
+    for one in body.equations
+    if one.name in compat.REMATS and one.params.get('differentiated')
+    for mark in marks_inside(one, may_end_p)
+  }
   back = {number for direction, number in marks.values() if direction == 'backward'}
-  usable = sorted(back or {number for _, number in marks.values()})
+  usable = sorted(
+    back | {at for one, (_, at) in marks.items() if one.params['number'] not in recomputed}
+  )
   return {
     one: (direction, usable.index(number))
     for one, (direction, number) in marks.items()
@@ -184,12 +182,10 @@ def _of_one_call(body: Body, marks: dict[Equation, tuple[str, int]]) -> dict[Equ
   such as that of a reference, has marks in the forward pass only.
   """
   lines = {one: one.source_line for one, (direction, _) in marks.items() if direction == 'forward'}
-  usable = {lines[one] for one in _usable_marks(marks) if one in lines}
-  forward = [one for one, line in lines.items() if line in usable]
-  each = [(lines[one], before) for one, before in in_sequence(body.equations, forward).items()]
+  each = [(lines[one], before) for one, before in in_sequence(body.equations, [*lines]).items()]
   counts = (n for n in range(1, len(each)) if len(each) % n == 0)
   count = next((n for n in counts if each == each[:n] * (len(each) // n)), max(len(each), 1))
-  place = {marks[one][1]: at % count for at, one in enumerate(forward)}
+  place = {marks[one][1]: at % count for at, one in enumerate(lines)}
   return {
     one: (direction, place[number]) for one, (direction, number) in marks.items() if number in place
   }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
@@ -200,12 +200,6 @@ def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equat
   """The equations inside a call, and the replacements of its outputs."""
   equations, outputs = flatten(next(compat.jaxprs_in(equation.params)), equation.inputs, opens)
   return equations, dict(zip(equation.outputs, outputs, strict=True))
-
-
-def occurrences(equation: Equation, primitive: Primitive) -> Iterator[Any]:
-  """The equations of a primitive inside another one, at any depth; those of a function that is called twice occur once."""
-  for jaxpr in compat.jaxprs_in(equation.params):
-    yield from (one for one in compat.equations_in(jaxpr) if one.primitive is primitive)
 
 
 def operation_text(equation: Equation) -> str:

@@ -109,11 +109,10 @@ def read_step(
   def opens(one: Any) -> bool:
     if one.primitive.name in compat.JITS:
       return True
-    inside = marks_inside(one)
-    return stage_end_p in inside and microbatch_p not in inside
+    return bool(marks_inside(one, stage_end_p)) and not marks_inside(one, microbatch_p)
 
   equations, results = eq.flatten(jaxpr, arguments, opens)
-  within = [one for one in equations if marks_inside(one) & {stage_end_p, microbatch_p}]
+  within = [one for one in equations if marks_inside(one, stage_end_p, microbatch_p)]
   within = within or list(filter(_takes_gradients, equations))
   loops = [one for one in within if one.name == 'scan']
   scans = [one for one in equations if one.name == 'scan']
@@ -128,7 +127,7 @@ def read_step(
     )
   if ends:
     return _once(arguments, equations, results)
-  _check_loops(within, loops)
+  _check_loops(equations, within, loops)
   [loop] = loops
   if mesh.size > 1:
     at = equations.index(loop)
@@ -144,7 +143,7 @@ def _takes_gradients(scan: Equation) -> bool:
 
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  return microbatch_p in marks_inside(scan) or _takes_gradients(scan)
+  return bool(marks_inside(scan, microbatch_p)) or _takes_gradients(scan)
 
 
 def _check_gradients_inside(loops: Sequence[Equation], scans: Sequence[Equation]) -> None:
@@ -163,22 +162,31 @@ def _ends_inside(equation: Equation, direction: str) -> set[int]:
   """The numbers of the stage ends inside an equation, and of the possible ones, of one direction."""
   return {
     mark.params['number']
-    for primitive in (stage_end_p, may_end_p)
-    for mark in eq.occurrences(equation, primitive)
+    for mark in marks_inside(equation, stage_end_p, may_end_p)
     if mark.params['direction'] == direction
   }
 
 
-def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
+def _check_loops(
+  equations: Sequence[Equation], within: Sequence[Equation], loops: Sequence[Equation]
+) -> None:
   """Raises unless exactly one equation has marks inside, and it is a loop."""
   if len(loops) == 1 == len(within):
     return
+  around = [one for one in equations if marks_inside(one, may_end_p)]
+  if around and not within:
+    raise PipelineError(
+      'All modules after which a stage may end are inside operations that cannot be cut:\n'
+      + first_lines([f'  {eq.operation_text(one)}' for one in around])
+      + '\nFix: call the model outside of them. A loop over microbatches is flax_spmd.pipeline.accumulate, with '
+      'gradients or without; one over steps or tokens is a Python loop around the function.'
+    )
   if not within:
     raise PipelineError(
       'No stage ends in this function.\nFix: write x = flax_spmd.pipeline.stage_end(x) in the model, '
       'between two stages.'
     )
-  around = [one for one in within if one.name != 'scan' and microbatch_p in marks_inside(one)]
+  around = [one for one in within if one.name != 'scan' and marks_inside(one, microbatch_p)]
   if around:
     raise PipelineError(
       'The microbatch loop is inside another operation, where it cannot be run as a pipeline:\n'
@@ -227,7 +235,7 @@ def _looped(arguments, equations, results, scan: Equation) -> StepParts:
   variables = [Value(variable.aval) for variable in inner.inputs[constants:]]
   before, slices = variables[:carried], variables[carried:]
   inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables])
-  nested = next((one for one in inside if microbatch_p in marks_inside(one)), None)
+  nested = next((one for one in inside if marks_inside(one, microbatch_p)), None)
   if nested is not None:
     raise PipelineError(
       f'The microbatch loop at {nested.source_line} is inside another loop, at {scan.source_line}.\n'
@@ -284,9 +292,9 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
   """
 
   def opens(one: Any) -> bool:
-    marks = marks_inside(one)
-    may = one.primitive.name in compat.JITS and may_end_p in marks
-    return may or (stage_end_p in marks and not _repeats(one)) or _is_small(one)
+    may_end = one.primitive.name in compat.JITS and marks_inside(one, may_end_p)
+    ends = marks_inside(one, stage_end_p) and not _repeats(one)
+    return bool(may_end or ends) or _is_small(one)
 
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
   opened: list[Equation] = []
@@ -294,9 +302,9 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
   recomputed: list[Equation] = []
   for one in equations:
     one.inputs = [eq.lookup(known, atom) for atom in one.inputs]
-    if _repeats(one) and stage_end_p in marks_inside(one):
+    if _repeats(one) and marks_inside(one, stage_end_p):
       inside, replacements = eq.opened(
-        one, lambda inner: stage_end_p in marks_inside(inner) or _is_small(inner)
+        one, lambda inner: bool(marks_inside(inner, stage_end_p)) or _is_small(inner)
       )
       opened += inside
       known.update(replacements)

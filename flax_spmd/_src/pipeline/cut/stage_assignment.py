@@ -233,9 +233,8 @@ def check_outside(equations: Sequence[Equation]) -> None:
   nested: dict[str, dict[str, None]] = defaultdict(dict)
   fixes: dict[str, None] = {}
   for equation in equations:
-    if stage_end_p in marks_inside(equation):
-      for mark in eq.occurrences(equation, stage_end_p):
-        nested[eq.operation_text(equation)][eq.source_line(mark.source_info)] = None
+    for mark in marks_inside(equation, stage_end_p):
+      nested[eq.operation_text(equation)][eq.source_line(mark.source_info)] = None
       fixes[_FIXES.get(equation.name, 'end the stage outside it.')] = None
   if nested:
     raise PipelineError(

@@ -192,17 +192,20 @@ batching.primitive_batchers[place_with_p] = lambda operands, dimensions: (
 ad.primitive_jvps[place_with_p] = lambda primals, tangents: (place_with_p.bind(*primals), tangents[:1])
 
 MARKS = stage_end_p, may_end_p, microbatch_p
-_inside: weakref.WeakKeyDictionary[Any, frozenset[Primitive]] = weakref.WeakKeyDictionary()
+_inside: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def marks_inside(equation: Any) -> frozenset[Primitive]:
-  """The marks inside an equation, ours or JAX's, at any depth: their primitives."""
-  return frozenset[Primitive]().union(*map(_marks_of, compat.jaxprs_in(equation.params)))
+def marks_inside(equation: Any, *primitives: Primitive) -> list[Any]:
+  """The marks of some primitives inside an equation, ours or JAX's, at any depth; those of a function once per function."""
+  inside = itertools.chain.from_iterable(map(_marks_of, compat.jaxprs_in(equation.params)))
+  return [mark for mark in inside if mark.primitive in primitives]
 
 
-def _marks_of(jaxpr: Any) -> frozenset[Primitive]:
+def _marks_of(jaxpr: Any) -> list[Any]:
   if jaxpr not in _inside:
-    equations = compat.jaxpr_parts(jaxpr).equations
-    own = {one.primitive for one in equations}.intersection(MARKS)
-    _inside[jaxpr] = frozenset(own.union(*map(marks_inside, equations)))
+    each = (
+      [one] if one.primitive in MARKS else marks_inside(one, *MARKS)
+      for one in compat.jaxpr_parts(jaxpr).equations
+    )
+    _inside[jaxpr] = list({id(mark): mark for marks in each for mark in marks}.values())
   return _inside[jaxpr]

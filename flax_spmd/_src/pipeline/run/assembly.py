@@ -134,9 +134,9 @@ class Assembler:
   def _result(self, atom: Value, numbers: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):
       return Result(constant=jnp.asarray(atom.array))
-    if atom in numbers:
-      return Result(argument=numbers[atom])
     buffers = self._call_list.results[atom]
+    if not buffers:
+      return Result(argument=numbers[atom])
     spec = self._stages.spec(buffers[0])
     joint = submesh(self._mesh, self._axis, [buffer.rank for buffer in buffers])
     local = tuple(self._registers[buffer] for buffer in buffers if self._local[buffer.rank])

@@ -146,7 +146,8 @@ class CallList:
 
   Attributes:
     calls: calls and sends, in order.
-    results: the buffers of each computed result, one per rank that has it.
+    results: the buffers of each result, one per rank that has it. None if it is an argument that stays where it is, as
+      no rank uses it.
   """
 
   calls: list[Call | Send]
@@ -202,8 +203,8 @@ class CallListBuilder:
     stage_ranks, arguments: the rank of each stage, and the arguments of the step.
     succeeded: the argument whose place each result takes in the next step. The result is sent to the
       ranks that use the argument.
-    broadcast_small: whether results up to 512 bytes, of a state the scalars, are sent to every rank. Set when
-      ranks belong to several processes.
+    broadcast_small: whether results up to 512 bytes, of a state the scalars, are sent to every rank, and arguments of
+      this size that are returned stay where they are. Set when ranks belong to several processes.
   """
 
   def __init__(
@@ -253,6 +254,13 @@ class CallListBuilder:
     results = {
       value: [Buffer(value, None, rank) for rank in ranks] for value, ranks in result_ranks.items()
     }
+    given = {buffer for call in calls for buffer in call.inputs if buffer.value in self._arguments}
+    for value in self._arguments.intersection(self._joined.results):
+      every = [Buffer(value, None, rank) for rank in self._ranks]
+      stays = (
+        self._broadcast_small and value.bytes <= _SMALL_RESULT
+      )  # every process can read what it has passed
+      results[value] = [] if stays else [each for each in every if each in given]
     return CallList(_with_sends(calls, results), results)
 
   # -- the loop

@@ -121,7 +121,7 @@ class Result(NamedTuple):
     registers: one register for each of this process's ranks that has the result.
     sharding: its sharding over the devices of all its ranks.
     like: its shape and dtype.
-    argument: number of the argument that is returned unchanged.
+    argument: number of the argument that it is, if this stays where it is.
     constant: the array, if it does not depend on the arguments.
   """
 
