@@ -146,8 +146,8 @@ class CallList:
 
   Attributes:
     calls: calls and sends, in order.
-    results: the buffers of each result, one per rank that has it. None if it is an argument that stays where it is, as
-      no rank uses it.
+    results: the buffers of each result, one per rank that has it. Empty for an argument that stays where it is, as one
+      that no rank uses.
   """
 
   calls: list[Call | Send]
@@ -257,9 +257,8 @@ class CallListBuilder:
     given = {buffer for call in calls for buffer in call.inputs if buffer.value in self._arguments}
     for value in self._arguments.intersection(self._joined.results):
       every = [Buffer(value, None, rank) for rank in self._ranks]
-      stays = (
-        self._broadcast_small and value.bytes <= _SMALL_RESULT
-      )  # every process can read what it has passed
+      # every process can read what it has passed
+      stays = self._broadcast_small and value.bytes <= _SMALL_RESULT
       results[value] = [] if stays else [each for each in every if each in given]
     return CallList(_with_sends(calls, results), results)
 
