@@ -83,6 +83,13 @@ def forked_compilers():
     yield
 
 
+@pytest.fixture(scope='module')
+def new_objects_only():
+  """Takes what is there out of the garbage collection, for tests that ask for it many times."""
+  gc.collect()
+  gc.freeze()
+
+
 @pytest.fixture
 def gpu_compiler():
   """Skips the test where XLA's compiler for GPUs is not installed."""

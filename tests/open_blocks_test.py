@@ -25,6 +25,8 @@ import flax_spmd as spmd
 from flax_spmd._src.open_blocks import InForce
 from flax_spmd.errors import ContextError, MeshError, RulesError
 
+pytestmark = pytest.mark.usefixtures('new_objects_only')
+
 SIZES = {'data': 2, 'model': 4}
 NAMES = ('batch', 'hidden')
 TABLES = (
@@ -43,13 +45,6 @@ NO_MESH = jax.sharding.get_mesh()
 X = np.ones((8, 8), np.float32)
 ours = jax.jit(partial(spmd.with_logical_constraint, logical_axis_resources=NAMES))
 flaxs = jax.jit(partial(nn.with_logical_constraint, logical_axis_resources=NAMES))
-
-
-@pytest.fixture(autouse=True, scope='module')
-def new_objects_only():
-  """Takes what is there out of the garbage collection, which tests ask for many times."""
-  gc.collect()
-  gc.freeze()
 
 
 def held(context):

@@ -38,7 +38,9 @@ def other_values(state):
   )
 
 
-@pytest.mark.parametrize('seed', range(12))
+@pytest.mark.parametrize(
+  'seed', [pytest.param(n, marks=[] if n < 8 else [pytest.mark.exhaustive]) for n in range(12)]
+)
 def test_a_model_that_grows_or_shrinks(tmp_path, seed):
   """Layers of a scan along either axis, and features, with the optimizer's state and leaves without names."""
   random = np.random.default_rng(seed)

@@ -107,6 +107,7 @@ def test_nor_is_what_another_process_writes_meanwhile(server, most):
   assert {n: store.read(n)[0] for n in store.children()} == {name: b'other'}
 
 
+@pytest.mark.usefixtures('new_objects_only')
 def test_a_bucket_that_refuses_any_request_keeps_nothing(server, monkeypatch):
   monkeypatch.setattr(safetensors_upload, '_PART', 5 << 20)
   state = {name: np.ones(3 << 20, np.float32) for name in 'ab'}

@@ -55,7 +55,7 @@ def test_random_histories(fresh, count):
 def test_a_new_call_in_several_threads_after_many_of_another(fresh, part):
   groups = [
     group
-    for group in alphabet(seed=part, functions=6, others=0)
+    for group in alphabet(seed=part, functions=4, others=0)
     if {call[0] for call in group} <= {'step', 'keyword', 'arrays'}
   ]
   assert groups

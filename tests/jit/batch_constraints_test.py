@@ -338,7 +338,9 @@ def test_what_the_author_of_a_model_with_names_has_decided_stays(stack, case):
 KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PRNGKey(0),)}
 
 
-@pytest.mark.parametrize('keys', KEYS)
+@pytest.mark.parametrize(
+  'keys', ['no key', 'a raw key', pytest.param('a key', marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize('model', [Mlp(False), WithNames()])
 @pytest.mark.parametrize(
   ('mesh', 'table'),

@@ -81,7 +81,10 @@ def totals(compiled):
   return flops, wire
 
 
-@pytest.mark.parametrize(('rules', 'shape'), [(DATA_PARALLEL, 'split'), (FSDP, 'rows')])
+@pytest.mark.parametrize(
+  ('rules', 'shape'),
+  [(DATA_PARALLEL, 'split'), pytest.param(FSDP, 'rows', marks=pytest.mark.exhaustive)],
+)
 def test_a_batch_of_the_host_costs_what_a_sharded_one_does(rules, shape):
   layout, params = created(rules)
   step, batch = training(shape)
