@@ -53,10 +53,7 @@ class _Unlike(Exception):
 
 
 def with_batch_constraints(
-  fn: Callable[[list[Any]], Any],
-  batch: BatchLeaves,
-  mesh: MeshLike,
-  larger_fn: Callable[[list[Any]], Any] | None = None,
+  fn: Callable[[list[Any]], Any], batch: BatchLeaves, mesh: MeshLike
 ) -> Callable[[list[Any]], Any]:
   """A function with its batch dimensions constrained.
 
@@ -64,13 +61,12 @@ def with_batch_constraints(
     fn: function of a list of arrays, all of which are traced.
     batch: the positions of the batch in that list, and its mesh axes.
     mesh: mesh of the constraints.
-    larger_fn: the same function for twice the batch, if `fn` is one that JAX has traced.
   """
 
   def constrained(leaves: list[Any]) -> Any:
     larger = size = None
     if batch.is_throughout:
-      larger = _larger(larger_fn or fn, batch, leaves)
+      larger = _larger(fn, batch, leaves)
       size = _own_size(batch, leaves) if larger is None else None
       if larger is None and size is None:
         return fn(leaves)

@@ -182,19 +182,17 @@ class TracedFunction:
     Its program is the trace of the plan, so that static parts of the result, such as functions, are those of the plan.
     A last trace restores what the function has recorded in Python, such as the size of the batch.
     """
-    planned, anew = self._inlined(anchored, None, False), self._body(anchored, None, (), False)
+    planned = self._inlined(anchored, None, False)
     leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
 
     def filled(leaves: Any) -> Any:
       return self._arguments.filled(treedef.unflatten(leaves), args, kwargs)
 
-    def of_leaves(function: Any, leaves: Any) -> Any:
+    def of_leaves(leaves: Any) -> Any:
       positional, named = filled(leaves)
-      return function(*positional, **named)
+      return planned(*positional, **named)
 
-    rewritten, larger = (functools.partial(of_leaves, each) for each in (planned, anew))
-    if batch is not None:
-      rewritten = with_batch_constraints(rewritten, batch, self._mesh, larger)
+    rewritten = of_leaves if batch is None else with_batch_constraints(of_leaves, batch, self._mesh)
     result = (with_late_fetches(rewritten) if fetches else rewritten)(leaves)
     if fetches or (batch is not None and batch.is_throughout):
       with contextlib.suppress(Exception):
