@@ -1905,17 +1905,16 @@ def store_absent_arrays() -> None:
 def describe_numbers() -> None:
   """Makes Orbax describe every Python number that it saves and restores.
 
-  Orbax 0.12.8 fails at states with a bool, or with a number that `SaveArgs(dtype=)` has made one of bfloat16. An Orbax of
-  another structure stays as it is.
+  Orbax 0.12.8 fails at states with a bool, with a complex number of NumPy, or with a number that `SaveArgs(dtype=)` has made
+  one of bfloat16. It loads no Python complex, so a complex number is described as NumPy's. An Orbax of another structure
+  stays as it is.
   """
   with contextlib.suppress(ImportError, AttributeError):
     from orbax.checkpoint.experimental.v1._src.serialization import scalar_leaf_handler
 
     kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
-    type_of = scalar_leaf_handler._np_dtype_to_python_type
-    scalar_leaf_handler._np_dtype_to_python_type = lambda dtype: (
-      next((kind for kind, dtypes in kinds.items() if jnp.issubdtype(dtype, dtypes)), None)
-      or type_of(dtype)
+    scalar_leaf_handler._np_dtype_to_python_type = lambda dtype: next(
+      (kind for kind, dtypes in kinds.items() if jnp.issubdtype(dtype, dtypes)), dtype.type
     )
 
 

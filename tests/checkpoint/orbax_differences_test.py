@@ -570,6 +570,17 @@ def test_v0_ignores_the_shardings_of_the_target(tmp_path):
   assert restored['w'].value.sharding.spec == P('data', None)
 
 
+@pytest.mark.parametrize('dtype', ['complex64', 'complex128'])
+def test_a_complex_number_of_numpy_is_an_array(tmp_path, dtype):
+  """The whole checkpoint was refused: Orbax has no Python type for the number, and loads no Python complex."""
+  state = {'w': np.ones((8, 4), np.float32), 'z': np.dtype(dtype).type(0.1 + 2j)}
+  with v0.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / 'a', state)
+  restored = checkpoint.restore(tmp_path / 'a', jax.tree.map(np.zeros_like, state))
+  assert restored['z'].dtype == dtype
+  assert_equal(state, restored)
+
+
 @pytest.fixture(params=['msgpack', 'orbax'])
 def by_flax(request, tmp_path):
   use_orbax = flax.config.flax_use_orbax_checkpointing
