@@ -126,6 +126,19 @@ def test_what_is_no_array(tmp_path):
     checkpoint.restore(file, layout=LAYOUT)
 
 
+@pytest.mark.parametrize('texts', [['ab', 'cde'], [b'ab', b'cde']])
+def test_an_array_of_texts_in_a_file_of_flax(tmp_path, texts):
+  """The file was called one that Flax had not written."""
+  file = tmp_path / 'a.msgpack'
+  file.write_bytes(serialization.to_bytes({'w': np.ones(4), 'names': np.array(texts)}))
+  with pytest.raises(errors.CheckpointDamagedError) as caught:
+    checkpoint.show(file)
+  assert str(caught.value) == (
+    f'The file {file} has an array of texts, which Flax writes but cannot read.\n'
+    'Fix: save the state again without arrays of texts.'
+  )
+
+
 def test_a_complex_number_of_python_fits_nothing(tmp_path):
   file = tmp_path / 'a.msgpack'
   file.write_bytes(serialization.to_bytes({'phase': 1j, 'w': np.ones(2, np.float32)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ from flax_spmd._src.checkpoint.storage.record import (
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.data.host_values import placed
 from flax_spmd.errors import CheckpointDamagedError
+
+_TEXTS = re.compile(
+  r"data type '(str|bytes)\d+' not understood"
+)  # of numpy; Flax stores the name of a dtype
 
 
 class WholeFileReader:
@@ -127,6 +132,12 @@ def _typed(name: str, array: Any) -> Any:
 
 
 def not_flax(path: epath.Path, error: Exception) -> CheckpointDamagedError:
+  """The error for a file that Flax does not read."""
+  if _TEXTS.search(str(error)):
+    return CheckpointDamagedError(
+      f'The file {path} has an array of texts, which Flax writes but cannot read.\n'
+      'Fix: save the state again without arrays of texts.'
+    )
   return CheckpointDamagedError(
     f'The file {path} is not a checkpoint of flax.training.checkpoints: {str(error).rstrip(".")}.\n'
     'Fix: pass the folder of a checkpoint, or a file that save_checkpoint wrote.'
