@@ -414,9 +414,23 @@ def test_a_batch_of_the_host_that_no_device_shares_is_named():
     '<lambda>: each of 8 devices computes all examples of these arrays, since dimension 0 is not the same multiple of 8, '
     "the size of mesh axis 'data', in all arrays of an argument:\n"
     '  argument batch/x: (12, 32)\n'
-    'Fix: pass a multiple of 8 examples, and arrays without examples as arguments of their own; or '
-    'constrain_batch=False, if this is no batch.'
+    'Fix: pass a multiple of 8 examples, and arrays of another length as arguments of their own; or shard the arrays with '
+    "examples before the call, by layout.shard(array, ('batch',)); or constrain_batch=False, if this is no batch."
   ]
+
+
+@pytest.mark.parametrize('way', ['arguments of their own', 'shard'])
+def test_each_fix_for_arrays_of_several_lengths_shards_them(way):
+  """Pairs of examples and their labels, as in preference optimization; the fix mentioned arrays without examples only."""
+  layout = spmd.Layout({'data': 8}, spmd.presets.data_parallel())
+  w = layout.init(lambda: jnp.ones((32, 64)))
+  batch = (np.ones((32, 32), np.float32), np.ones(16, np.float32))
+  step = layout.jit(lambda w, pairs, *more: jnp.mean((pairs[0] @ w)[:16, 0] - [*pairs, *more][1]) * w)
+  with pytest.warns(UserWarning, match='computes all examples'):
+    step(w, batch)
+  given = (layout.shard(batch, ('batch',)),) if way == 'shard' else (batch[:1], batch[1])
+  shardings = jax.tree.leaves(step.lower(w, *given).compile().input_shardings[0][1:])
+  assert [each.spec[0] for each in shardings] == ['data', 'data']
 
 
 ODD = np.ones((12, 32), np.float32)

@@ -73,8 +73,8 @@ def warn_of_whole_batches(
       f'{name}: each of {count} devices computes all examples of these arrays, since dimension 0 is not the same multiple '
       f'of {count}, the size of mesh axis {" x ".join(map(repr, axes))}, in all arrays of an argument:\n'
       + '\n'.join(lines)
-      + f'\nFix: pass a multiple of {count} examples, and arrays without examples as arguments of their own; or '
-      'constrain_batch=False, if this is no batch.'
+      + f'\nFix: pass a multiple of {count} examples, and arrays of another length as arguments of their own; or shard the '
+      "arrays with examples before the call, by layout.shard(array, ('batch',)); or constrain_batch=False, if this is no batch."
     )
 
 
