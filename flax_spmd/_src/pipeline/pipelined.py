@@ -396,6 +396,14 @@ class TracedPipelineStep:
         TimedStep(Task('fwd', stage, 0), stage, stage + 1, (1,)) for stage in range(len(stage_ranks))
       ]
       return once, stage_ranks, 'this pipeline'
+    if schedule is None and not loop.is_clear:
+      raise PipelineError(
+        f'The model is called in each pass of the loop at {loop.source_line}, and there is no schedule.\n'
+        'Fix: for tokens or steps, write a Python loop around the function of one pass.\n'
+        'Fix: for layers, loop over the stages in Python, with one scan for each, and end stages between the scans.\n'
+        'Fix: for microbatches, use flax_spmd.pipeline.accumulate, or pass a schedule such as '
+        f'OneFOneB(ranks={ranks}).'
+      )
     if schedule is None:
       raise PipelineError(
         f'The microbatch loop at {loop.source_line} has no schedule.\n'
