@@ -234,11 +234,14 @@ def test_a_loop_over_tokens():
   def generate(w, x):
     return lax.fori_loop(0, 3, lambda _, x: model(w, x), x)  # tokens
 
-  assert text_of(lambda: lower(generate, W, X[0])) == dedent(f"""\
+  assert (
+    text_of(lambda: lower(generate, W, X[0]))
+    == dedent(f"""\
     The model is called in each pass of the loop at {at('tokens')}, and there is no schedule.
     Fix: for tokens or steps, write a Python loop around the function of one pass.
     Fix: for layers, loop over the stages in Python, with one scan for each, and end stages between the scans.
     Fix: for microbatches, use flax_spmd.pipeline.accumulate, or pass a schedule such as OneFOneB(ranks=4).""")
+  )
 
 
 @pytest.mark.parametrize(('thing', 'text'), [('1F1B', "'1F1B'"), (OneFOneB, 'OneFOneB'), (Mean, 'Mean')])
