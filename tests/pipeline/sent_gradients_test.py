@@ -4,6 +4,7 @@ import re
 import warnings
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import optax
 import pytest
