@@ -4,7 +4,6 @@ import re
 import warnings
 
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import optax
 import pytest
@@ -50,11 +49,6 @@ def clipped_by_optax(grads):
   return optax.clip_by_global_norm(0.01).update(grads, optax.EmptyState())[0]
 
 
-def in_one_array(grads):
-  flat, unravel = jax.flatten_util.ravel_pytree(grads)
-  return unravel(flat * jnp.minimum(1, 0.01 / jnp.linalg.norm(flat)))
-
-
 @pytest.mark.parametrize('schedule', [OneFOneB(STAGES), ZeroBubbleH1(STAGES)], ids=str)
 def test_a_global_norm_in_each_microbatch(schedule):
   step = step_of(clipped, schedule=schedule)
@@ -78,11 +72,10 @@ def test_a_global_norm_in_each_microbatch(schedule):
   assert_same(result, jax.jit(step)(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize('change', [clipped_by_optax, in_one_array])
-def test_other_ways_to_combine_them(change):
+def test_clipping_by_optax():
   with pytest.warns(UserWarning, match='are combined in each microbatch') as caught:
-    LAYOUT.pipeline_jit(step_of(change)).lower(PARAMS, BATCH)
-  assert re.findall(r'of stage (\d)', str(caught[0].message))[:1] == ['1']
+    LAYOUT.pipeline_jit(step_of(clipped_by_optax)).lower(PARAMS, BATCH)
+  assert re.findall(r'of stage (\d)', str(caught[0].message)) == ['1', '2', '3']
 
 
 def by_array(grads):

@@ -7,7 +7,7 @@ all gradients is scaled, summed and kept on the rank of the last backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
@@ -53,23 +53,21 @@ def warn_of_sent_gradients(
   )
 
 
-_PARTS = residuals.VIEWS | {'concatenate', 'split'}
-
-
-def _terms(one: Accumulator, programs: TaskPrograms) -> Iterator[tuple[Value, Equation]]:
-  """The large inputs of a task that a carried value combines element by element, each with an equation that reads it."""
+def _terms(one: Accumulator, programs: TaskPrograms) -> list[tuple[Value, Equation]]:
+  """The large inputs of a task that a carried value combines element by element with no own ones, each with its reader."""
   producer = {
     value: equation for equation in programs.tasks[one.task].equations for value in equation.outputs
   }
-  pending, seen = [one.after], {one.after}
+  pending, seen, terms = [one.after], {one.after}, []
   while pending:
     equation = producer[pending.pop()]
+    if equation.name not in residuals.CHEAP:
+      return []  # a gradient of the task's own: the weight is on its rank in any case
     for value in {*equation.values} - seen:
-      same_size = equation.name in residuals.CHEAP and value.aval.size == equation.outputs[0].aval.size
-      if value.bytes <= SPLIT_FROM or not (same_size or equation.name in _PARTS):
-        continue
-      seen.add(value)
-      if value in producer:
-        pending.append(value)
-      else:
-        yield value, equation
+      if value.bytes > SPLIT_FROM and value.aval.size == equation.outputs[0].aval.size:
+        seen.add(value)
+        if value in producer:
+          pending.append(value)
+        else:
+          terms.append((value, equation))
+  return terms
