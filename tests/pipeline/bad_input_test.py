@@ -230,6 +230,20 @@ def test_no_schedule():
     Fix: pass one to accumulate, such as schedule=OneFOneB(ranks=4), or to pipeline_jit.""")
 
 
+def test_a_loop_over_tokens():
+  def generate(w, x):
+    return lax.fori_loop(0, 3, lambda _, x: model(w, x), x)  # tokens
+
+  assert (
+    text_of(lambda: lower(generate, W, X[0]))
+    == dedent(f"""\
+    The model is called in each pass of the loop at {at('tokens')}, and there is no schedule.
+    Fix: for tokens or steps, write a Python loop around the function of one pass.
+    Fix: for layers, loop over the stages in Python, with one scan for each, and end stages between the scans.
+    Fix: for microbatches, use flax_spmd.pipeline.accumulate, or pass a schedule such as OneFOneB(ranks=4).""")
+  )
+
+
 @pytest.mark.parametrize(('thing', 'text'), [('1F1B', "'1F1B'"), (OneFOneB, 'OneFOneB'), (Mean, 'Mean')])
 def test_a_schedule_of_another_type(thing, text):
   fix = (
@@ -577,7 +591,8 @@ def test_a_stage_end_in_a_while():
   assert text_of(lambda: lower(step)) == dedent(f"""\
     A stage ends inside an operation that cannot be cut:
       while at {at('while')}, stage end at {at('in a while')}
-    Fix: loop over the stages in Python, and end stages between iterations.""")
+    Fix: loop over the stages in Python, and end stages between iterations.
+    Fix: for tokens or steps, write a Python loop around the function of one pass.""")
 
 
 def test_stage_ends_in_the_branches_of_a_cond():

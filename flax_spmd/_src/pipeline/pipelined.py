@@ -79,6 +79,7 @@ from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule,
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Task
+from flax_spmd._src.pipeline.sent_gradients import warn_of_sent_gradients
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
@@ -327,6 +328,7 @@ class TracedPipelineStep:
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
     cut = stage_assignment.cut(step.loop.body, len(ranks), title, turn, split)
     programs = task_programs.split(cut, split)
+    warn_of_sent_gradients(self._setting.name, cut, programs, ranks, self._setting.reported)
     if schedule is not None:
       order = carried_order.with_waits(schedule, step.loop, programs, order, self._setting.reported)
     joined = outside_loop.join(step, programs, ranks)
@@ -396,6 +398,14 @@ class TracedPipelineStep:
         TimedStep(Task('fwd', stage, 0), stage, stage + 1, (1,)) for stage in range(len(stage_ranks))
       ]
       return once, stage_ranks, 'this pipeline'
+    if schedule is None and not loop.is_clear:
+      raise PipelineError(
+        f'The model is called in each pass of the loop at {loop.source_line}, and there is no schedule.\n'
+        'Fix: for tokens or steps, write a Python loop around the function of one pass.\n'
+        'Fix: for layers, loop over the stages in Python, with one scan for each, and end stages between the scans.\n'
+        'Fix: for microbatches, use flax_spmd.pipeline.accumulate, or pass a schedule such as '
+        f'OneFOneB(ranks={ranks}).'
+      )
     if schedule is None:
       raise PipelineError(
         f'The microbatch loop at {loop.source_line} has no schedule.\n'

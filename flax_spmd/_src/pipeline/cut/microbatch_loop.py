@@ -49,6 +49,7 @@ class Loop:
     schedule: the schedule given to `accumulate`, if any.
     once: whether this is a function without a loop; then `stacks` equal `body.kept`.
     source_line: the line of the loop in the user's program.
+    is_clear: whether it is that of `accumulate`, or takes gradients; otherwise a schedule makes it a microbatch loop.
   """
 
   body: Body
@@ -59,6 +60,7 @@ class Loop:
   schedule: Schedule | None
   once: bool = False
   source_line: str = eq.UNKNOWN_LINE
+  is_clear: bool = True
 
 
 @dataclasses.dataclass
@@ -266,6 +268,7 @@ def _looped(arguments, equations, results, scan: Equation) -> StepParts:
     scan.outputs[carried:],
     schedule,
     source_line=scan.source_line,
+    is_clear=_has_microbatches(scan),
   )
   return StepParts(arguments, [*equations[:at], *hoisted], loop, equations[at + 1 :], results)
 

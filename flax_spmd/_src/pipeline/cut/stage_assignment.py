@@ -222,7 +222,8 @@ def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tupl
 
 _FIXES = {
   'scan': 'loop over the stages in Python, with one scan for each, and end stages between the scans.',
-  'while': 'loop over the stages in Python, and end stages between iterations.',
+  'while': 'loop over the stages in Python, and end stages between iterations.\nFix: for tokens or steps, write a '
+  'Python loop around the function of one pass.',
   'cond': 'end the stage outside the branches.',
   **dict.fromkeys(compat.REMATS, 'put nn.remat (jax.checkpoint) inside a stage, not around its end.'),
 }

@@ -26,7 +26,7 @@ from flax_spmd._src.pipeline.cut.stage_assignment import Body, StageAssignment
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Kind
 
 Key: TypeAlias = tuple[Kind, int]
-_SPLIT_FROM = 1024  # bytes; a smaller sum is not split by stage
+SPLIT_FROM = 1024  # bytes; a smaller sum is not split by stage
 
 
 @dataclasses.dataclass(eq=False)
@@ -169,7 +169,7 @@ def _split_sums(cut: StageAssignment) -> list[int]:
   producer = {value: equation for equation in body.equations for value in equation.outputs}
   carried, updated, origins = [], [], []
   for origin, (before, after) in enumerate(zip(body.carried, body.updated, strict=True)):
-    parts = _terms(before, after, producer, uses) if before.bytes > _SPLIT_FROM else None
+    parts = _terms(before, after, producer, uses) if before.bytes > SPLIT_FROM else None
     sums = [(before, after)] if parts is None else _sums(cut, before, producer[after], *parts, producer)
     carried += [one for one, _ in sums]
     updated += [one for _, one in sums]
