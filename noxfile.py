@@ -58,11 +58,8 @@ def print_versions(session):
 
 
 def run_tests(session, *which, measured=False):
-  """Runs pytest as a module: so that the working directory's `tests` are found, wherever it is.
-
-  One worker more than cores: a third of the time, a worker waits for files and other processes.
-  """
-  workers = str(min(4, (os.cpu_count() or 1) + 1))
+  """Runs pytest as a module: so that the working directory's `tests` are found, wherever it is."""
+  workers = str(min(4, os.cpu_count() or 1))
   command = ['coverage', 'run', '-m', 'pytest'] if measured else ['python', '-m', 'pytest']
   session.run(*command, '-n', workers, '--dist', 'worksteal', *which)
 
