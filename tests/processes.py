@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 # Test programs are small and compiled once: optimising them would take most of the time, and before JAX 0.11 the
 # emitters of fusions two fifths of it.
 QUICKLY_COMPILED = '--xla_backend_optimization_level=0'
-if version('jax') < '0.11':
+if tuple(map(int, version('jax').split('.')[:2])) < (0, 11):
   QUICKLY_COMPILED += ' --xla_cpu_use_fusion_emitters=false'
 MARK = 'reported: '
 JAX_COPIES = """

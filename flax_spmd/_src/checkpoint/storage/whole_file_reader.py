@@ -21,9 +21,8 @@ from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.data.host_values import placed
 from flax_spmd.errors import CheckpointDamagedError
 
-_TEXTS = re.compile(
-  r"data type '(str|bytes)\d+' not understood"
-)  # of numpy; Flax stores the name of a dtype
+# numpy's error for the name of a dtype of texts, which Flax stores
+_TEXTS = re.compile(r"data type '(str|bytes)\d+' not understood")
 
 
 class WholeFileReader:
