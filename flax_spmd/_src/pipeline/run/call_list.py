@@ -257,7 +257,7 @@ class CallListBuilder:
     given = {buffer for call in calls for buffer in call.inputs if buffer.value in self._arguments}
     for value in self._arguments.intersection(self._joined.results):
       every = [Buffer(value, None, rank) for rank in self._ranks]
-      # every process can read what it has passed
+      # every process can read its own arguments
       stays = self._broadcast_small and value.bytes <= _SMALL_RESULT
       results[value] = [] if stays else [each for each in every if each in given]
     return CallList(_with_sends(calls, results), results)
