@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, Generic
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
@@ -61,6 +61,7 @@ from flax_spmd._src.pipeline.cut import (
   task_programs,
 )
 from flax_spmd._src.pipeline.cut.batch_rows import examples, sources_of_rows, warn_of_whole_rows
+from flax_spmd._src.pipeline.cut.deferred_sums import defer_sums
 from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
@@ -323,6 +324,7 @@ class TracedPipelineStep:
       self._check_stages(stages, schedule)
       name, reported = self._setting.name, self._setting.reported
       step.loop.body = auto_stages.with_ends(step.loop.body, stages, name, reported)
+    deferred = self._deferred(step)
     order, ranks, title = self._order(step.loop, schedule)
     turn = _turns(order, len(ranks) - 1)
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
@@ -340,7 +342,31 @@ class TracedPipelineStep:
       sums = {one.after for one in programs.accumulators if not one.passed}
       call_list = with_host_copies(call_list, programs.producers().keys() - sums, after)
     times = {**self.times, 'plan': time.perf_counter() - begin}
-    return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times)
+    return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times, deferred)
+
+  def _deferred(self, step: StepParts) -> dict[int, PartitionSpec]:
+    """Lets the loop carry sums over examples in parts; returns the specs of these, by their number."""
+    found = None if step.loop.once else self._sources_of_rows(step)
+    if found is None or AxisType.Explicit in self._setting.mesh.axis_types:
+      return {}
+    specs = dict(zip(step.arguments, self._request.specs, strict=True))
+    results = zip(step.results, self._planned, strict=True)
+    known = specs | {value: spec for value, spec in results if spec is not None}
+    finals = step.loop.finals
+    groups = [
+      [final, start] if isinstance(start, Value) else [final]
+      for final, start in zip(finals, step.loop.starts, strict=True)
+    ]
+    grouped = specs_of_groups([*step.before, *step.after], groups, known, finals)
+    small = {value: PartitionSpec() for value in finals if value.bytes < _LARGE_VALUE}
+    return defer_sums(step, small | grouped, found.axes, self._setting.ranks[0].abstract_mesh)
+
+  def _sources_of_rows(self, step: StepParts) -> BatchLeaves | None:
+    """The arguments that microbatches come from, if their examples are sharded."""
+    rows = [*step.loop.body.rows.values()]
+    specs = dict(zip(step.arguments, self._request.specs, strict=True))
+    mesh = self._setting.ranks[0].abstract_mesh
+    return sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, self._setting.batch_axes)
 
   def _succeeded(self, step: StepParts, results: Sequence[Value]) -> dict[Value, Value]:
     """The argument whose place each result takes in the next step; predictions take that of no batch."""
@@ -360,7 +386,7 @@ class TracedPipelineStep:
       every = zip(specs.items(), named_arguments(request.treedef.unflatten(request.avals)), strict=True)
       given = [(path, aval, spec) for (value, spec), (path, aval) in every if value in step.batch]
       warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
-    found = sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, setting.batch_axes)
+    found = self._sources_of_rows(step)
     if found is not None and setting.constrain_batch and isinstance(setting.mesh, Mesh):
       shapes = enumerate(aval.shape for aval in request.avals)
       state = [shape for number, shape in shapes if number not in found.leaves]
@@ -459,6 +485,7 @@ class LoweredPipelineStep:
   call_list: CallList
   schedule: Schedule | None
   times: dict[str, float]
+  _deferred: dict[int, PartitionSpec]
 
   @property
   def microbatches(self) -> int | None:
@@ -614,5 +641,9 @@ class LoweredPipelineStep:
     }
     versions = [self._versions(one) for one in self.programs.accumulators]
     unknown = [*chain(*versions), *(value for value in joined.results if value not in specs)]
-    grouped = specs_of_groups(joined.equations, versions, specs | planned, unknown)
+    accumulators = self.programs.accumulators
+    parts = {
+      one.final: self._deferred[one.origin] for one in accumulators if one.origin in self._deferred
+    }
+    grouped = specs_of_groups(joined.equations, versions, specs | planned | parts, unknown)
     return grouped | planned | closed_over | specs

@@ -1,0 +1,434 @@
+"""Deferred sums: gradients under data parallelism, added up over the devices of a stage once, after the loop.
+
+A gradient of a weight is a sum over examples. Where these are sharded, each microbatch would end in an all-reduce of all
+gradients. So the loop carries *parts* of a sum instead, one for each shard of the examples: `f32[4,64,32]` in place of
+`f32[64,32]`, sharded over the first dimension. A device has as many bytes of it as before. The parts are added after the
+loop. XLA does the same for a loop that it sees as a whole; here it sees one task at a time.
+
+A value has parts if linear operations alone compute it, from sums over examples:
+
+* a product, reduction or scattered sum over examples is computed for each shard of them;
+* a transpose, cast, sum or other linear operation, for each part;
+* a call (`jit`, remat) or `scan`, whose body is written anew, for the results that have parts inside.
+
+Parts add up to the value whatever is sharded. Where the examples are decides only what pays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from flax_spmd._src import compat
+from flax_spmd._src.operand_dimensions import operand_dimensions
+from flax_spmd._src.pipeline.cut import equations as eq
+from flax_spmd._src.pipeline.cut.batch_rows import examples
+from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
+from flax_spmd._src.pipeline.cut.microbatch_loop import StepParts
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
+
+Axes: TypeAlias = tuple[str, ...]
+
+
+def defer_sums(
+  step: StepParts, specs: Mapping[Value, PartitionSpec], axes: Axes, mesh: AbstractMesh
+) -> dict[int, PartitionSpec]:
+  """Lets the loop of a step carry parts of sums over examples, where a device needs no more memory for them.
+
+  Args:
+    step: the step; its loop, and the equations around it, are changed.
+    specs: the known specs of the final values of the loop.
+    axes: the mesh axes of the examples, which divide them.
+    mesh: the mesh of a stage.
+
+  Returns:
+    The specs of the sums in parts, by their number among the values that the loop carries.
+  """
+  loop, body = step.loop, step.loop.body
+  rows = {value: frozenset({0}) for value, array in body.rows.items() if examples([array])}
+  carried = {number: number for number in range(len(body.carried))}
+  program = _Program(body.equations, body.carried, body.results, carried)
+  program.find(rows, {axis: mesh.shape[axis] for axis in axes})
+  parts, deferred = _Parts(axes, mesh), dict[int, PartitionSpec]()
+  for number, final in enumerate(loop.finals):
+    spec = specs.get(final)
+    taken = {axis for entry in spec or () for axis in axis_names(entry)}
+    over = tuple(axis for axis in axes if axis not in taken and mesh.shape[axis] > 1)
+    if spec is not None and over and number in program.has_parts:
+      parts.choose(program, number, over)
+      deferred[number] = PartitionSpec(over, *spec)
+  if not deferred:
+    return {}
+  body.equations, body.carried, results = parts.written(program)
+  body.updated = results[: len(carried)]
+  for number in deferred:
+    widen = functools.partial(parts.widened, carried=program.inputs[number])
+    widened, [loop.starts[number]] = eq.traced(widen, loop.starts[number])
+    whole, loop.finals[number] = loop.finals[number], Value(body.updated[number].aval)
+    added, [total] = eq.traced(lambda x: lax.reduce_sum(x, [0]), loop.finals[number])
+    step.before += widened
+    step.after[:0] = [one.renamed({total: whole}) for one in added]
+  return deferred
+
+
+class _Program:
+  """A program, and its values that can have parts.
+
+  Args:
+    equations, inputs, results: the program.
+    carried: the numbers of the results that are inputs of the next run, with the numbers of these inputs.
+
+  Attributes:
+    examples: the dimensions of values that have examples.
+    sources: for each value that can have parts, the operands that need parts, too.
+    split: for each sum over examples, the dimensions that are split, by the number of the operand.
+    calls: the program of each call and scan.
+    has_parts: for each result that can have parts, the values that then have parts; of a carried one, also its input.
+  """
+
+  def __init__(
+    self,
+    equations: list[Equation],
+    inputs: list[Value],
+    results: list[Value],
+    carried: Mapping[int, int],
+  ):
+    self.equations, self.inputs, self.results, self.carried = equations, inputs, results, carried
+    self.calls: dict[Equation, _Program] = {}
+    self.producer = {value: one for one in equations for value in one.outputs}
+    self._uses = Counter(value for one in equations for value in one.values)
+    self._uses.update(results)
+
+  def find(self, known: Mapping[Value, frozenset[int]], axes: Mapping[str, int]) -> None:
+    """Finds the values that can have parts.
+
+    Args:
+      known: the dimensions of inputs that have examples.
+      axes: the mesh axes of the examples, with their sizes.
+    """
+    pairs = [(self.inputs[at], self.results[number]) for number, at in self.carried.items()]
+    self.examples: dict[Value, frozenset[int]] = dict(known)
+    self.split: dict[Value, dict[int, int]] = {}
+    self.has_parts: dict[int, list[Value]] = {}
+    while True:  # what is carried has examples if it gets them in a run
+      for one in self.equations:
+        self._follow(one, axes)
+      new = {old: self._dims(value) | self._dims(old) for old, value in pairs}
+      if all(self._dims(old) == dims for old, dims in new.items()):
+        break
+      self.examples |= new
+    self.sources: dict[Value, list[Value]] = {old: [] for old, _ in pairs}
+    for one in self.equations:
+      self._find(one, axes)
+    inputs = {old for old, _ in pairs}
+    for number, result in enumerate(self.results):
+      own = [self.inputs[self.carried[number]]] if number in self.carried else []
+      found = self._reached(result) if result in self.sources else []
+      if found and [value for value in found if value in inputs] == own:
+        self.has_parts[number] = found
+
+  def _dims(self, atom: Atom) -> frozenset[int]:
+    return self.examples.get(atom, frozenset()) if isinstance(atom, Value) else frozenset()
+
+  def _follow(self, one: Equation, axes: Mapping[str, int]) -> None:
+    """Follows the examples through an operation."""
+    operands = list(map(self._dims, one.inputs))
+    if not any(operands):
+      return
+    inner, rows = self.calls.get(one) or _opened(one), _first_row(one)
+    if inner is None:
+      node: Any = SimpleNamespace(
+        primitive=one.primitive, params=one.params, invars=one.inputs, outvars=one.outputs
+      )
+      for number, value in enumerate(one.outputs):
+        self.examples[value] = frozenset(
+          dim
+          for dim in range(len(value.aval.shape))
+          if any(each in operands[at] for at, each in operand_dimensions(node, number, dim))
+        )
+      return
+    self.calls[one] = inner
+    for at in range(rows, len(operands)):
+      operands[at] = frozenset(dim - 1 for dim in operands[at] if dim)
+    inner.find(dict(zip(inner.inputs, operands, strict=True)), axes)
+    for number, (value, result) in enumerate(zip(one.outputs, inner.results, strict=True)):
+      is_row = one.name == 'scan' and number not in inner.carried
+      self.examples[value] = frozenset(dim + is_row for dim in inner._dims(result))
+
+  def _find(self, one: Equation, axes: Mapping[str, int]) -> None:
+    """Finds whether the results of an operation can have parts."""
+    inner = self.calls.get(one)
+    if inner is not None:
+      self.sources |= {one.outputs[number]: [] for number in inner.has_parts}
+      return
+    split = next(self._sums_over_examples(one, math.prod(axes.values())), None)
+    if split is not None:
+      self.split[one.outputs[0]], self.sources[one.outputs[0]] = split, []
+      return
+    for numbers in _linear_in(one, axes):
+      operands: list[Any] = [one.inputs[number] for number in numbers]
+      if all(isinstance(atom, Value) and atom in self.sources for atom in operands):
+        self.sources |= dict.fromkeys(one.outputs, operands)
+        return
+
+  def _sums_over_examples(self, one: Equation, parts: int) -> Iterator[dict[int, int]]:
+    """The dimensions of operands that have examples, over which an operation sums."""
+    avals: list[Any] = [atom.aval for atom in one.inputs]
+    for dimensions in self._summed(one):
+      sizes = {avals[at].shape[dim] for at, dim in dimensions.items()}
+      has_examples = any(dim in self._dims(one.inputs[at]) for at, dim in dimensions.items())
+      if has_examples and len(sizes) == 1 and not sizes.pop() % parts:
+        yield dimensions
+
+  def _summed(self, one: Equation) -> Iterator[dict[int, int]]:
+    """The dimensions of operands that an operation sums over together."""
+    if one.name == 'dot_general':
+      (left, right), _ = one.params['dimension_numbers']
+      yield from ({0: a, 1: b} for a, b in zip(left, right, strict=True))
+    elif one.name == 'reduce_sum':
+      yield from ({0: axis} for axis in one.params['axes'])
+    elif one.name in ('scatter-add', 'scatter_add') and self._is_zero(one.inputs[0]):
+      numbers, updates = one.params['dimension_numbers'], eq.abstract(one.inputs[2])
+      if not numbers.operand_batching_dims:
+        scattered = (dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims)
+        yield from ({1: at, 2: dim} for at, dim in enumerate(scattered))
+
+  def _is_zero(self, atom: Atom) -> bool:
+    """Whether a value is zero, by its first operation."""
+    if isinstance(atom, Literal):
+      return bool(np.all(atom.val == 0))
+    one = self.producer.get(atom)
+    return one is not None and one.name == 'broadcast_in_dim' and self._is_zero(one.inputs[0])
+
+  def is_row(self, value: Value) -> bool:
+    """Whether a value is stacked by a scan: its parts are then in dimension 1."""
+    one = self.producer.get(value)
+    if one is None or one.name != 'scan':
+      return False
+    return one.outputs.index(value) not in self.calls[one].carried
+
+  def _reached(self, result: Value) -> list[Value]:
+    """A result, and all values that have parts if it has; none if others read one of them as a whole."""
+    found, uses, pending = {result: None}, Counter([result]), [result]
+    seen = set[Equation]()
+    while pending:
+      value = pending.pop()
+      one = self.producer.get(value)
+      if one is not None and one not in seen:
+        beside = [] if one in self.calls else [each for each in one.outputs if self._uses[each]]
+        new = dict.fromkeys((*beside, *self.sources[value])).keys() - found.keys()
+        uses.update(self.sources[value])
+        pending += new
+        found |= dict.fromkeys(new)
+        seen.add(one)
+    return [*found] if all(uses[value] == self._uses[value] for value in found) else []
+
+
+def _opened(one: Equation) -> _Program | None:
+  """The program of a call or scan that can be written anew."""
+  if one.name not in {'scan', *compat.JITS, *compat.REMATS}:
+    return None
+  if any(hasattr(each, 'spec') for each in one.params.get('out_shardings', ())):
+    return None
+  jaxpr = next(compat.jaxprs_in(one.params))
+  inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
+  equations, results = eq.flatten(jaxpr, inputs, lambda _: False)
+  if one.name != 'scan' and not {*results}.isdisjoint(inputs):
+    return None
+  constants, carried = compat.scan_counts(one.params) if one.name == 'scan' else (0, 0)
+  return _Program(equations, inputs, results, {number: constants + number for number in range(carried)})
+
+
+def _first_row(one: Equation) -> int:
+  """The number of the first operand whose rows a scan takes; that after the last one for other operations."""
+  return sum(compat.scan_counts(one.params)) if one.name == 'scan' else len(one.inputs)
+
+
+_NAMES = 'broadcast_in_dim copy div expand_dims neg reduce_sum reshape rev slice split squeeze transpose unstack'
+_LINEAR = frozenset(_NAMES.split())
+"""Operations that are linear in their first operand."""
+
+
+def _linear_in(one: Equation, axes: Mapping[str, int]) -> Sequence[tuple[int, ...]]:
+  """The choices of operands in which an operation is linear, jointly, and zero if they are.
+
+  A constraint that shards a value over axes of the examples is none: it has no room for parts.
+  """
+  if one.name in ('add', 'add_any', 'sub'):
+    return [(0, 1)]
+  if one.name in ('mul', 'dot_general'):
+    return [(0,), (1,)]
+  if one.name in _LINEAR:
+    return [(0,)]
+  if one.name in ('concatenate', 'stack'):
+    return [tuple(range(len(one.inputs)))]
+  if one.name == 'convert_element_type':
+    kinds = {eq.abstract(atom).dtype.kind for atom in (*one.inputs, *one.outputs)}
+    return [(0,)] if kinds.isdisjoint('iub') else []
+  if one.name == 'sharding_constraint':
+    spec = getattr(one.params['sharding'], 'spec', axes)
+    return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
+  if one.name == 'pad':
+    padding = one.inputs[1]
+    return [(0,)] if isinstance(padding, Literal) and not padding.val else []
+  return []
+
+
+def _traced_once(fn: Callable[..., Any], inputs: Sequence[Atom]) -> tuple[list[Equation], list[Value]]:
+  """The equations of a function of arrays, with calls as they are, and its results."""
+  return eq.flatten(jax.make_jaxpr(fn)(*map(eq.abstract, inputs)), inputs, lambda _: False)
+
+
+class _Parts:
+  """Writes programs whose values have parts.
+
+  Args:
+    axes: the mesh axes of the examples, from the outermost.
+    mesh: the mesh of a stage.
+  """
+
+  def __init__(self, axes: Axes, mesh: AbstractMesh):
+    self._axes, self._mesh = axes, mesh
+    self._over: dict[Value, Axes] = {}
+
+  def choose(self, program: _Program, number: int, over: Axes) -> None:
+    """Gives a result parts, one for each device along mesh axes."""
+    for value in program.has_parts[number]:
+      self._over[value] = over
+      one = program.producer.get(value)
+      if one in program.calls:
+        self.choose(program.calls[one], one.outputs.index(value), over)
+
+  def written(self, program: _Program) -> tuple[list[Equation], list[Value], list[Value]]:
+    """The equations, inputs and results of a program with the chosen parts."""
+    names = {value: Value(self._aval(value)) for value in program.inputs if value in self._over}
+    equations: list[Equation] = []
+    last: list[Equation] = []
+    for one in program.equations:
+      if not self._has_parts(one):
+        equations.append(one)
+      elif one in program.calls:
+        call, outputs = _traced_once(self._call(one, program.calls[one]), one.inputs)
+        pairs = list(zip(one.outputs, outputs, strict=True))
+        names |= {old: new for old, new in pairs if old in self._over}
+        whole = {new: old for old, new in pairs if old not in self._over}
+        equations += [each.renamed(whole) for each in call]
+      else:
+        last.append(one)
+    chosen = [value for value in program.results if value in self._over]
+    read = dict.fromkeys((*eq.free_values(last), *filter(names.__contains__, chosen)))
+
+    def parts(*arrays: Any) -> list[Any]:
+      known = dict(zip(read, arrays, strict=True))
+      self._add_parts(program, known)
+      return [known[value] for value in chosen]
+
+    new, outputs = _traced_once(parts, [names.get(value, value) for value in read])
+    names |= zip(chosen, outputs, strict=True)
+    inputs, results = (
+      [names.get(value, value) for value in each] for each in (program.inputs, program.results)
+    )
+    return [*equations, *new], inputs, results
+
+  def _has_parts(self, one: Equation) -> bool:
+    return not self._over.keys().isdisjoint(one.outputs)
+
+  def widened(self, array: Any, carried: Value) -> Any:
+    """The first value of an input that is carried in parts that add up to it: itself and zeros."""
+    array = jnp.asarray(array, carried.aval.dtype)[None]
+    padding = [(0, self._count(self._over[carried]) - 1, 0), *[(0, 0, 0)] * (array.ndim - 1)]
+    return lax.pad(array, lax.full((), 0, array.dtype), padding)
+
+  def _count(self, over: Axes) -> int:
+    return math.prod(self._mesh.shape[axis] for axis in over)
+
+  def _aval(self, value: Value) -> Any:
+    return value.aval.update(shape=(self._count(self._over[value]), *value.aval.shape))
+
+  def _add_parts(self, program: _Program, known: dict[Value, Any]) -> None:
+    """Computes the parts of results.
+
+    Args:
+      program: the program.
+      known: the arrays of values. Results are added.
+    """
+    for over in dict.fromkeys(self._over[value] for value in program.results if value in self._over):
+      results = [value for value in program.results if self._over.get(value) == over]
+      shards: dict[tuple[Any, int], Value] = {}
+      equations: list[Equation] = []
+      for one in program.equations:
+        if one not in program.calls and over in map(self._over.get, one.outputs):
+          inputs = list(one.inputs)
+          for at, dim in program.split.get(one.outputs[0], {}).items():
+            inputs[at] = shards.setdefault((inputs[at], dim), Value(inputs[at].aval))
+          equations.append(one.on(inputs, one.outputs))
+      read = [value for value in (*eq.free_values(equations), *results) if value in known]
+      whole = {value: known[value] for value in read if value not in self._over}
+      parts = {shard: self._shards(known[value], dim, over) for (value, dim), shard in shards.items()}
+      parts |= {value: known[value] for value in read if value in self._over}
+      places = [int(program.is_row(value)) for value in parts]
+
+      def run(arrays: Sequence[Any]) -> list[Any]:
+        given = dict(zip(parts, arrays, strict=True))  # noqa: B023
+        return eq.run(equations, whole | given, results)  # noqa: B023
+
+      found = jax.vmap(run, [places], axis_size=self._count(over))([*parts.values()])
+      for value, array in zip(results, found, strict=True):
+        spec = PartitionSpec(over, *[UNCONSTRAINED] * (array.ndim - 1))
+        known[value] = lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
+
+  def _shards(self, array: Any, dim: int, over: Axes) -> Any:
+    """An array with the shards of a dimension over mesh axes in a new first dimension."""
+    sizes = [self._mesh.shape[axis] for axis in self._axes]
+    rest = array.shape[dim] // math.prod(sizes)
+    array = lax.reshape(array, (*array.shape[:dim], *sizes, rest, *array.shape[dim + 1 :]))
+    chosen = [dim + number for number, axis in enumerate(self._axes) if axis in over]
+    others = [number for number in range(array.ndim) if number not in chosen]
+    array = lax.transpose(array, (*chosen, *others))
+    array = lax.collapse(array, dim + len(chosen), dim + len(sizes) + 1)
+    return lax.collapse(array, 0, len(chosen))
+
+  def _call(self, one: Equation, inner: _Program) -> Callable[..., list[Any]]:
+    """A call or scan with parts among its results, as a function of its operands."""
+
+    def body(*arrays: Any) -> list[Any]:
+      values = {*inner.results}.union(*(each.values for each in inner.equations))
+      known: dict[Value, Any] = {value: value.array for value in values if isinstance(value, Constant)}
+      known |= zip(inner.inputs, arrays, strict=True)
+      for each in inner.equations:
+        if not self._has_parts(each):
+          eq.run([each], known, [])
+        elif each in inner.calls:
+          operands = eq.run([], known, each.inputs)
+          known |= zip(each.outputs, self._call(each, inner.calls[each])(*operands), strict=True)
+      self._add_parts(inner, known)
+      return [known[value] for value in inner.results]
+
+    def call(*operands: Any) -> list[Any]:
+      given: list[Any] = list(operands)
+      for at in inner.carried.values():
+        if inner.inputs[at] in self._over:
+          given[at] = self.widened(given[at], inner.inputs[at])
+      if one.name in compat.JITS:
+        body.__name__ = str(one.params.get('name', one.name))
+        return jax.jit(body)(*given)
+      rows = _first_row(one)
+      avals = [jax.typeof(array) for array in given]
+      avals[rows:] = [aval.update(shape=aval.shape[1:]) for aval in avals[rows:]]
+      program = jax.make_jaxpr(body)(*avals)
+      [(key, old)] = [(key, value) for key, value in one.params.items() if compat.is_jaxpr(value)]
+      program = program if hasattr(old, 'jaxpr') else getattr(program, 'jaxpr', program)
+      return compat.bind(one.primitive, {**one.params, key: program}, one.context, given, one.source)
+
+    return call

@@ -1,0 +1,285 @@
+"""Sums over examples: devices of a stage add their parts once, after the loop, and the results stay those of `jax.jit`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_spmd as spmd
+from flax_spmd._src.hlo.counts import count
+from flax_spmd.pipeline import OneFOneB, ZeroBubbleH1, accumulate, stage_end
+from tests.pipeline.cases import assert_same
+
+WIDTH, HEADS, LENGTH, WORDS, MICROBATCHES, ROWS = 16, 2, 6, 11, 3, 8
+SCHEDULE = OneFOneB(ranks=2)
+RULES = (('batch', 'data'),)
+
+
+# -- one weight each, used in the ways of different models
+
+
+def dense(h, w):
+  return jnp.tanh(h @ w)
+
+
+def flattened(h, w):
+  return jnp.tanh((h.reshape(-1, WIDTH) @ w).reshape(h.shape))
+
+
+def by_einsum(h, w):
+  w = w.reshape(WIDTH, HEADS, WIDTH // HEADS)
+  return jnp.sin(jnp.einsum('bld,dhe->blhe', h, w)).reshape(h.shape)
+
+
+def by_example(h, w):
+  return jax.vmap(lambda row: jnp.tanh(row @ w))(h)
+
+
+def biased(h, w):
+  return h * w[None, :1] + w[None, 1:2]
+
+
+def normed(h, w):
+  return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-3) * (
+    1 + w[None, 2:3]
+  ) + w[None, 3:4]
+
+
+def over_examples(h, w):
+  """Batch normalization: its statistics are over all examples."""
+  return (h - h.mean((0, 1), keepdims=True)) / jnp.sqrt(h.var((0, 1), keepdims=True) + 1e-3) @ w
+
+
+def embedded(h, w):
+  return h + w[jnp.argsort(h[..., :WORDS], -1)[..., 0]]
+
+
+def in_layers(h, w):
+  layers = jnp.stack([w, w.T, 2 * w])
+  return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
+
+
+def in_shared_layers(h, w):
+  return lax.scan(lambda h, _: (jnp.tanh(h @ w + w[None, :1]), None), h, None, length=3)[0]
+
+
+def over_time(h, w):
+  state = jnp.zeros_like(h[:, 0])
+  step = jax.checkpoint(lambda state, x: (jnp.tanh(state @ w + x), state))
+  return lax.scan(step, state, jnp.moveaxis(h, 1, 0))[1].swapaxes(0, 1)
+
+
+def jitted(h, w):
+  return jax.jit(lambda h, w: jax.nn.gelu(h @ w))(h, w)
+
+
+def repeated(h, w):
+  return jax.checkpoint(lambda h, w: jnp.sin(jnp.tanh(h @ w) @ w.T))(h, w)
+
+
+def in_repeated_layers(h, w):
+  layer = jax.checkpoint(lambda h, w: (jax.jit(jnp.sin)(h @ w) + w[None, :1], None))
+  return lax.scan(layer, h, jnp.stack([w, w.T]))[0]
+
+
+def of_low_rank(h, w):
+  return h + h @ (w[:, :2] @ w[:2])
+
+
+def convolved(h, w):
+  kernel = jnp.stack([w, w.T])
+  return lax.conv_general_dilated(h, kernel, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
+
+
+def chosen(h, w):
+  return lax.cond(jnp.max(h) > 1, lambda: h @ w, lambda: h)
+
+
+def of_experts(h, w):
+  share = jax.nn.one_hot(jnp.argmax(h[..., :2], -1), 2)
+  return jnp.einsum('ble,blf,efg->blg', share, h, jnp.stack([w, w.T]))
+
+
+LAYERS = [
+  dense,
+  flattened,
+  by_einsum,
+  by_example,
+  biased,
+  normed,
+  over_examples,
+  embedded,
+  in_layers,
+  in_shared_layers,
+  over_time,
+  jitted,
+  repeated,
+  in_repeated_layers,
+  of_low_rank,
+  convolved,
+  chosen,
+  of_experts,
+]
+WHOLE = [convolved, chosen]
+"""Layers whose gradients stay whole: no rule opens convolutions and branches."""
+UPDATES = [
+  lambda g: g,
+  lambda g: 0.5 * g.astype(jnp.float32),
+  lambda g: jnp.zeros_like(g).at[0].set(g[0]) + g,
+  lambda g: spmd.with_logical_constraint(g, ('rows', 'columns')),
+  lambda g: g + g.T - 2 * lax.pad(g[1:, :-1], jnp.zeros((), g.dtype), [(1, 0, 0), (0, 1, 0)]),
+  lambda g: g / (1e-3 + jnp.linalg.norm(g)),  # of the whole gradient of a microbatch
+]
+
+
+def training(layers, update=UPDATES[0], schedule: Any = SCHEDULE, own_loop=False, end_at=1):
+  """A step on one weight for each layer, with a stage end after some of them."""
+
+  def loss(params, h):
+    for number, (layer, w) in enumerate(zip(layers, params, strict=True)):
+      h = layer(stage_end(h) if number == end_at else h, w)
+    value = jnp.mean((h @ params[-1]) ** 2)
+    return value, {'loss': value, 'positive': jnp.sum(h > 0)}
+
+  def of_microbatch(params, h):
+    grads, sums = jax.grad(loss, has_aux=True)(params, h)
+    return jax.tree.map(update, grads), sums
+
+  def step(params, batch):
+    one = functools.partial(of_microbatch, params)
+    if own_loop:  # with a first value and a decay
+      start = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(one, batch[0]))
+      decay = lambda old, new: new + (0.5 * old).astype(old.dtype)
+      result = lax.scan(lambda old, h: (jax.tree.map(decay, old, one(h)), None), start, batch)[0]
+    else:
+      result = accumulate(one, batch, schedule)
+    grads, sums = result
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], sums
+
+  return step
+
+
+def weights(count, seed=0):
+  rng = np.random.default_rng(seed)
+  return [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4 for _ in range(count)]
+
+
+BATCH = np.random.default_rng(1).normal(size=(MICROBATCHES, ROWS, LENGTH, WIDTH)).astype(np.float32)
+
+
+def carried(lowered):
+  """The shapes of the values that the loop carries."""
+  return [one.final.aval.shape for one in lowered.programs.accumulators]
+
+
+def collectives(compiled, sizes):
+  """The collectives of the programs of tasks, and those after the loop: kinds, and bytes on the wire of a device."""
+  counted = [
+    (program.name, count(one.compiled.as_text(), {**sizes, 'stage': 1}).by_kind())
+    for program, one in compiled.executables.items()
+  ]
+  parts = [], []
+  for name, by_kind in counted:
+    parts[not name.startswith(('fwd', 'bwd', 'wgrad'))].append(by_kind)
+  return [{kind: sum(one.get(kind, 0) for one in each) for kind in set().union(*each)} for each in parts]
+
+
+def test_which_sums_are_in_parts():
+  layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+  whole = []
+  for layer in LAYERS:
+    lowered = layout.pipeline_jit(training([layer, dense])).lower(weights(2), BATCH)
+    shapes = carried(lowered)
+    assert len(shapes) == 4 and (shapes.count((4, WIDTH, WIDTH)) == 2 or layer in WHOLE), layer
+    whole += [layer] * ((WIDTH, WIDTH) in shapes)
+  assert whole == [layer for layer in LAYERS if layer in WHOLE]
+
+
+def test_devices_add_gradients_once():
+  layers = [layer for layer in LAYERS if layer not in (*WHOLE, over_examples)]
+  layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+  params, step = layout.shard(weights(len(layers))), training(layers, end_at=7)
+  pipelined = layout.pipeline_jit(step)
+  compiled = pipelined.compile(params, BATCH)
+  in_tasks, after = collectives(compiled, layout.mesh.shape)
+  bytes_ = sum(leaf.nbytes for leaf in params) + 8
+  assert not in_tasks
+  assert after == {'all-reduce': pytest.approx(2 * bytes_ * 3 / 4, rel=0.01)}
+  assert_same(compiled(params, BATCH), jax.jit(step)(jax.device_get(params), BATCH), 1e-4)
+
+
+@pytest.mark.parametrize(
+  'update, in_parts', [*zip(UPDATES, (True, True, False, True, True, False), strict=True)]
+)
+def test_what_is_done_to_a_gradient(update, in_parts):
+  layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+  step = training([dense, dense], update)
+  shapes = carried(layout.pipeline_jit(step).lower(weights(2), BATCH))
+  assert shapes.count((4, WIDTH, WIDTH)) == 2 * in_parts
+
+
+MESHES = [
+  ({'stage': 2, 'data': 4}, RULES, (4, WIDTH, WIDTH)),
+  ({'stage': 2, 'data': 2, 'model': 2}, (*RULES, ('columns', 'model')), (2, WIDTH, WIDTH)),
+  ({'stage': 2, 'data': 4}, (*RULES, ('rows', 'data')), (WIDTH, WIDTH)),  # parts would need more memory
+  (
+    {'stage': 2, 'replica': 2, 'data': 2},
+    (('batch', ('replica', 'data')), ('rows', 'data')),
+    (2, WIDTH, WIDTH),
+  ),
+  (
+    {'stage': 2, 'data': 2, 'replica': 2},
+    (('batch', ('data', 'replica')), ('rows', 'data')),
+    (2, WIDTH, WIDTH),
+  ),
+  ({'stage': 2, 'data': 4}, (), (WIDTH, WIDTH)),  # every device computes all examples
+]
+
+
+@pytest.mark.parametrize('sizes, rules, shape', MESHES)
+def test_over_which_axes(sizes, rules, shape):
+  """Those of the batch that do not shard the weight."""
+  layout = spmd.Layout(sizes, rules)
+  params = layout.shard(weights(2), [('rows', 'columns')] * 2)
+  lowered = layout.pipeline_jit(training([flattened, dense])).lower(params, BATCH)
+  assert carried(lowered).count(shape) == 2
+
+
+def test_each_replica_adds_its_gradients_once():
+  """FSDP within replicas: gradients are summed over 'data' in each microbatch, and over 'replica' after the loop."""
+  sizes, rules, _ = MESHES[3]
+  layout = spmd.Layout(sizes, rules)
+  params = layout.shard(weights(2), [('rows', 'columns')] * 2)
+  compiled = layout.pipeline_jit(training([flattened, dense])).compile(params, BATCH)
+  _, after = collectives(compiled, sizes)
+  bytes_ = sum(leaf.nbytes for leaf in params) / 2  # of a device
+  assert after['all-reduce'] == pytest.approx(2 * bytes_ / 2, rel=0.05)
+
+
+QUICK = 1
+
+
+@pytest.mark.parametrize(
+  'seed', [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= QUICK else []) for n in range(40)]
+)
+def test_equals_jit(seed):
+  rng = np.random.default_rng(seed)
+  sizes, rules, _ = MESHES[rng.integers(len(MESHES))]
+  layers = [LAYERS[number] for number in rng.choice(len(LAYERS), rng.integers(2, 5))]
+  schedule = (SCHEDULE, ZeroBubbleH1(ranks=2))[rng.integers(2)]
+  options = {'update': UPDATES[rng.integers(len(UPDATES))], 'own_loop': bool(rng.integers(2))}
+  print([layer.__name__ for layer in layers], sizes, rules, schedule, options)
+  with jax.enable_x64(True):
+    layout = spmd.Layout(sizes, rules)
+    step = training(layers, schedule=schedule, end_at=int(rng.integers(1, len(layers))), **options)
+    params = [w.astype(np.float64) for w in weights(len(layers), seed)]
+    shards = layout.shard(params, [('rows', 'columns')] * len(layers))
+    batch = BATCH.astype(np.float64)
+    given = layout.shard(batch, (None, 'batch')) if rng.integers(2) else batch
+    schedule = schedule if options['own_loop'] else None
+    result = layout.pipeline_jit(step, schedule=schedule)(shards, given)
+    assert_same(result, jax.jit(step)(params, batch), 1e-6 if options['update'] is UPDATES[1] else 1e-10)
