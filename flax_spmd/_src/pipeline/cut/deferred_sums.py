@@ -16,7 +16,6 @@ Parts add up to the value whatever is sharded. Where the examples are decides on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,15 +69,20 @@ def defer_sums(
       deferred[number] = PartitionSpec(over, *spec)
   if not deferred:
     return {}
+  carried_whole = [body.carried[number] for number in deferred]
   body.equations, body.carried, results = parts.written(program)
   body.updated = results[: len(carried)]
-  for number in deferred:
-    widen = functools.partial(parts.widened, carried=program.inputs[number])
-    widened, [loop.starts[number]] = eq.traced(widen, loop.starts[number])
-    whole, loop.finals[number] = loop.finals[number], Value(body.updated[number].aval)
-    added, [total] = eq.traced(lambda x: lax.reduce_sum(x, [0]), loop.finals[number])
-    step.before += widened
-    step.after[:0] = [one.renamed({total: whole}) for one in added]
+  widened, starts = eq.traced(
+    lambda *starts: [parts.widened(*each) for each in zip(starts, carried_whole, strict=True)],
+    *(loop.starts[number] for number in deferred),
+  )
+  sums = [Value(body.updated[number].aval) for number in deferred]
+  added, totals = eq.traced(lambda *sums: [lax.reduce_sum(each, [0]) for each in sums], *sums)
+  names = {total: loop.finals[number] for number, total in zip(deferred, totals, strict=True)}
+  step.before += widened
+  step.after[:0] = [one.renamed(names) for one in added]
+  for number, start, final in zip(deferred, starts, sums, strict=True):
+    loop.starts[number], loop.finals[number] = start, final
   return deferred
 
 
