@@ -61,7 +61,8 @@ def run_tests(session, *which, measured=False):
   """Runs pytest as a module: so that the working directory's `tests` are found, wherever it is."""
   workers = str(min(4, os.cpu_count() or 1))
   command = ['coverage', 'run', '-m', 'pytest'] if measured else ['python', '-m', 'pytest']
-  session.run(*command, '-n', workers, '--dist', 'worksteal', *which)
+  bytecode = {'PYTHONDONTWRITEBYTECODE': ''}  # the tests start many processes, which import the package
+  session.run(*command, '-n', workers, '--dist', 'worksteal', *which, env=bytecode)
 
 
 @nox.session

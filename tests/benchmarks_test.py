@@ -192,7 +192,7 @@ def test_a_report_is_recorded_as_json_and_shown(scripts, capsys):
   assert str(table) == 'Two\n\n| a\\|b | c   |\n| ---- | --- |\n| 1    | 2 3 |'
 
 
-@pytest.mark.parametrize('name', ['t5', 'lstm', 'unrolled'])
+@pytest.mark.parametrize('name', ['t5', 'lstm', pytest.param('unrolled', marks=pytest.mark.exhaustive)])
 def test_steps_of_a_gpu_are_as_estimated(scripts, name):
   """The time that was measured lies in the bracket, and the memory is the compiler's, which was that of another JAX."""
   measured = json.loads((FOLDER / 'one_gpu.json').read_text())[name]

@@ -157,7 +157,18 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize('content', UNREADABLE, ids=range(len(UNREADABLE)))
+@pytest.mark.parametrize(
+  ('root', 'content'),
+  [
+    pytest.param(root, content, id=f'{root}-{number}', marks=marks)
+    for number, content in enumerate(UNREADABLE)
+    for root, *marks in (
+      ('disk',),
+      *((kind, *[pytest.mark.exhaustive] * (number > 0)) for kind in ('gcs', 's3')),
+    )
+  ],
+  indirect=['root'],
+)
 def test_the_pin_of_a_reader_of_a_newer_version(root, content, monkeypatch):
   """It holds its generation while it changes now and then, like that of a reader on another machine."""
   now = [0.0]

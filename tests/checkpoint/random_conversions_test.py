@@ -329,7 +329,7 @@ def check(case):
     assert_equal((adam.count, adam.mu, adam.nu), (np.int32(3), *expected[1:]))
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(20))
 @given(cases())
 @pytest.mark.filterwarnings('ignore:Every device will hold all')
 def test_any_conversion_is_what_numpy_computes(case):
@@ -350,7 +350,7 @@ def spoiled(leaf, kind):
   return array if names is None or kind == 'size' else spmd.LogicallyPartitioned(array, names)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(20))
 @given(case=cases(), data=st.data())
 @pytest.mark.filterwarnings('ignore:Every device will hold all')
 def test_every_difference_is_reported(case, data):

@@ -12,7 +12,6 @@ import pytest
 
 from tests.examples.conftest import imported
 from tests.examples.jobs import EXAMPLES, LOSS_LINE, ROOT
-from tests.processes import QUICKLY_COMPILED
 
 FOLDER = EXAMPLES / 'bytes'
 HELD_OUT = re.compile(r'step (\d+)  held-out loss (\d+\.\d+)')
@@ -35,7 +34,7 @@ class Shell:
     self.exports, *self.commands = ''.join(blocks).splitlines()
     self._folder = folder
     own = {'PATH': f'{folder / "bin"}{os.pathsep}{os.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
-    own |= {'XLA_FLAGS': QUICKLY_COMPILED}
+    own |= {'XLA_FLAGS': '--xla_backend_optimization_level=1'}  # of steps that are many
     self._environment = {name: os.environ[name] for name in ('HOME',) if name in os.environ} | own
 
   def start(self, command):

@@ -303,8 +303,14 @@ def of_names(table, model, has_size=False):
 
 
 @pytest.mark.filterwarnings('ignore:.*adds an axis without a name')  # of remat_scan
-@pytest.mark.parametrize('table', TABLES)
-@pytest.mark.parametrize('stack', ['unrolled', 'scanned', 'remat_scan', 'one size', 'experts'])
+@pytest.mark.parametrize(
+  ('stack', 'table'),
+  [
+    pytest.param(stack, table, marks=[pytest.mark.exhaustive] * ((number + other) % 2))
+    for number, stack in enumerate(['unrolled', 'scanned', 'experts', 'remat_scan', 'one size'])
+    for other, table in enumerate(reversed(TABLES))
+  ],
+)
 def test_no_activation_moves_over_the_axis_of_the_batch_in_a_model_with_names(stack, table):
   has_size = stack == 'one size'
   model = Layers(stack if 'scan' in stack else 'unrolled', experts=2 if stack == 'experts' else 0)
@@ -339,9 +345,21 @@ KEYS = {'no key': (), 'a key': (jax.random.key(0),), 'a raw key': (jax.random.PR
 
 
 @pytest.mark.parametrize(
-  'keys', ['no key', 'a raw key', pytest.param('a key', marks=pytest.mark.exhaustive)]
+  ('model', 'keys'),
+  [
+    (Mlp(False), 'no key'),
+    (WithNames(), 'a raw key'),
+    *(
+      pytest.param(*case, marks=pytest.mark.exhaustive)
+      for case in (
+        (Mlp(False), 'a raw key'),
+        (WithNames(), 'no key'),
+        (Mlp(False), 'a key'),
+        (WithNames(), 'a key'),
+      )
+    ),
+  ],
 )
-@pytest.mark.parametrize('model', [Mlp(False), WithNames()])
 @pytest.mark.parametrize(
   ('mesh', 'table'),
   [

@@ -96,8 +96,10 @@ def trained_by_pmap(devices):
 SLOW = pytest.mark.slow
 FSDP = spmd.fsdp('fsdp', min_size=1)
 LAYOUTS = [
-  pytest.param(DATA, 8, id='data'),
-  pytest.param(spmd.Layout({'fsdp': 8}, (('batch', 'fsdp'), FSDP)), 8, id='fsdp'),
+  pytest.param(DATA, 8, id='data', marks=pytest.mark.exhaustive),
+  pytest.param(
+    spmd.Layout({'fsdp': 8}, (('batch', 'fsdp'), FSDP)), 8, id='fsdp', marks=pytest.mark.exhaustive
+  ),
   pytest.param(
     spmd.Layout({'data': 2, 'fsdp': 4}, (('batch', ('data', 'fsdp')), FSDP)),
     8,

@@ -108,7 +108,11 @@ time.sleep(6 - 3 * me)  # JAX ends the other process with process 0
 """
 
 
-@pytest.mark.parametrize(('failing', 'setting'), [(0, ''), (1, ''), (0, JAX_COPIES)], ids=str)
+@pytest.mark.parametrize(
+  ('failing', 'setting'),
+  [(1, ''), (0, JAX_COPIES), pytest.param(0, '', marks=pytest.mark.exhaustive)],
+  ids=str,
+)
 def test_no_step_runs_after_one_that_failed(failing, setting):
   """The transfers of the next step would be taken for those that the other process still waits in."""
   results = run(CALLBACK.replace('FAILING', str(failing)), 2, 30, setting, check=False)
@@ -281,7 +285,7 @@ def test_a_slow_evaluation_and_an_early_end_are_no_stall():
   """Both take longer than the timeout after a step; one ends without its result, long before the other reads it."""
   source = """
 new, value = step(w, batch)
-time.sleep(8)
+time.sleep(5)
 _, value = step(new, batch)
 if me == 0:
   time.sleep(3)

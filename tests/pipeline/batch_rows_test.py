@@ -99,8 +99,18 @@ def test_a_batch_of_the_host_costs_what_a_sharded_one_does(rules, shape):
   assert_same(results[0], jax.jit(step)(jax.device_get(params), batch), 1e-4)
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('names', [False, True], ids=['fsdp', 'names'])
+@pytest.mark.parametrize(
+  ('names', 'shape'),
+  [
+    pytest.param(names, shape, id=f'{"names" if names else "fsdp"}-{shape}', marks=marks)
+    for names, shape, *marks in (
+      (False, 'split', pytest.mark.new_jax),
+      (True, 'rows', pytest.mark.old_jax),
+      (False, 'rows', pytest.mark.exhaustive),
+      (True, 'split', pytest.mark.exhaustive),
+    )
+  ],
+)
 def test_parameters_move_and_activations_do_not(names, shape):
   """Where nothing but the parameters has names, or nothing at all."""
   layout, params = created((('batch', 'data'), ('embed', 'data')) if names else FSDP, Decoder(names))

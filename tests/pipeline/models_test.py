@@ -396,7 +396,7 @@ def test_large_tied_embedding(schedule):
   check(training(loss, schedule), params, TOKENS)
 
 
-@pytest.mark.parametrize('words', [WORDS, 64])
+@pytest.mark.parametrize('words', [WORDS, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_two_tied_weights(schedule, words):
   params = {**PARAMS, 'one': weight(9, words), 'other': weight(10, words)}
 
@@ -577,7 +577,13 @@ def test_stage_that_does_nothing(schedule):
 # -- random numbers
 
 
-@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey], ids=['typed', 'raw'])
+@pytest.mark.parametrize(
+  'make',
+  [
+    pytest.param(jax.random.key, id='typed'),
+    pytest.param(jax.random.PRNGKey, id='raw', marks=pytest.mark.exhaustive),
+  ],
+)
 def test_dropout_by_keys_of_the_batch(schedule, make):
   def loss(params, x, y, key):
     for i in range(STAGES):

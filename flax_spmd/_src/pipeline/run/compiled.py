@@ -28,7 +28,7 @@ from flax_spmd._src.pipeline.run.state_init import init_on_stages
 from flax_spmd._src.pipeline.schedules.tasks import Task, parse
 from flax_spmd.errors import PipelineError
 
-_COMPARED_EVERY = 256  # steps; a comparison takes as long as some transfers
+COMPARED_EVERY = 256  # steps; a comparison takes as long as some transfers
 _LARGE = 1 << 12  # bytes; a larger argument is data
 
 
@@ -154,7 +154,7 @@ class CompiledPipeline:
       self._compare(leaves, range(len(leaves)))
       self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
       self._is_compared = True
-    elif self._several and not self._steps % _COMPARED_EVERY:
+    elif self._several and not self._steps % COMPARED_EVERY:
       self._compare(leaves, [number for number, leaf in enumerate(leaves) if _is_number(leaf)])
     check = functools.partial(self._check_kept, leaves)
     if self._several:
