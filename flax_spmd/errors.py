@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class FlaxSpmdError(Exception):
@@ -188,12 +188,12 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     raise (kinds.pop() if len(kinds) == 1 else LayoutError)(problems_text(problems))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-  """A suggestion to append to a message: the closest known word, or `''` when no word is close.
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+  """A suggestion to append to a message: the closest known word, or `''` when no word is close, or it is no str.
 
   Example:
     >>> did_you_mean('embd', ['embed', 'mlp'])
     " Did you mean 'embed'?"
   """
-  close = difflib.get_close_matches(word, sorted(known), 1)
+  close = difflib.get_close_matches(word, sorted(known), 1) if isinstance(word, str) else []
   return f' Did you mean {close[0]!r}?' if close else ''

@@ -1168,6 +1168,9 @@ def needs_primitive(jaxpr: Any, name: str) -> bool:
 
 # -- lowered programs, and Shardy's propagation in them
 
+KEEPS_FFT_BATCHES = jax.__version_info__ >= (0, 12)
+"""Whether XLA keeps dimensions sharded that an FFT does not transform; before jax 0.12 it replicates them."""
+
 
 def mlir_context() -> Any:
   """An MLIR context with all dialects that JAX lowers to."""

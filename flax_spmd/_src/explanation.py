@@ -161,7 +161,7 @@ class Explanation(NamedTuple):
     for row in self.rows:
       if row.path == path:
         return row
-    for fold in self.folded if '{' in path else ():
+    for fold in self.folded if '{' in str(path) else ():
       if fold.path == path:
         return fold.row
     known = [row.path for row in self.rows]

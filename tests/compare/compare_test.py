@@ -145,6 +145,11 @@ def test_the_difference(comparison):
   assert str(caught.value) == dedent("""\
     The comparison has no layout 'fdsp'. Did you mean 'fsdp'?
     Fix: use one of data, fsdp, tensor, odd.""")
+  with pytest.raises(TargetDeviceError) as caught:
+    comparison[0]
+  assert str(caught.value) == dedent("""\
+    The comparison has no layout 0.
+    Fix: use one of data, fsdp, tensor, odd.""")
 
 
 def test_json(comparison):

@@ -70,9 +70,12 @@ def test_uniform_operands_are_dropped():
   assert counts == {'multiply': 0, 'negate': 1, 'broadcast': 1, 'add': 2}
 
 
-@pytest.mark.parametrize(('other', 'left'), [(jnp.zeros, 0), (jnp.ones, 1)])
-def test_selections_between_equal_constants_are_dropped(other, left):
-  select = lambda mask: jnp.where(mask, jnp.zeros((8, 4)), other((8, 4)))
+@pytest.mark.parametrize(
+  ('other', 'left', 'dtype'),
+  [(jnp.zeros, 0, 'float32'), (jnp.ones, 1, 'float32'), (jnp.ones, 1, 'complex64')],
+)
+def test_selections_between_equal_constants_are_dropped(other, left, dtype):
+  select = lambda mask: jnp.where(mask, jnp.zeros((8, 4), dtype), other((8, 4), dtype))
   text = jax.jit(lambda x: select(x > 0)).lower(jnp.ones((8, 4))).compiler_ir()
   text = text.operation.get_asm(binary=False)
   with mlir_context(), ir.Location.unknown():

@@ -44,6 +44,16 @@ OPERATIONS = {
     'of heads': (lambda x, w: jnp.tanh(jnp.einsum('btd,dhk->bthk', x, w)), 'btd dhk'),
     'two': (lambda x, w, v: jnp.tanh(x @ w) @ v, 'btd df fd'),
   },
+  'transforms': {
+    'of vectors': (lambda x: jnp.abs(jnp.fft.fft(x)), 'btd'),
+    'of images with channels': (lambda x: jnp.abs(jnp.fft.fft2(x, axes=(1, 2))), 'bhwd'),
+    'of a middle dimension': (lambda x: jnp.fft.irfft(jnp.fft.rfft(x, axis=1) ** 2, axis=1), 'btd'),
+    'of images': (lambda x: jnp.abs(jnp.fft.rfft2(x)), 'bhw'),
+    'of a long convolution': (
+      lambda x, k: jnp.fft.irfft(jnp.fft.rfft(x, 256, 1) * jnp.fft.rfft(k, 256, 0)[None], 256, 1),
+      'btd td',
+    ),
+  },
   'rearrangements': {
     'concatenation': (lambda x, y: jnp.tanh(jnp.concatenate([x, y], 1)), 'btd bsd'),
     'halves': (lambda x: jnp.tanh(x[:, : x.shape[1] // 2]) * jnp.cos(x[:, x.shape[1] // 2 :]), 'btd'),

@@ -150,7 +150,12 @@ def recurrent(weights, x):
   return jnp.mean((states.real @ weights['down']) ** 2)
 
 
-@pytest.mark.parametrize('loss', [contrastive, recurrent])
+def spectral(weights, x):
+  """Magnitudes of an FFT; the gradient selects between complex numbers."""
+  return jnp.mean((jnp.abs(jnp.fft.fft(jnp.tanh(x @ weights['up']))) @ weights['down']) ** 2)
+
+
+@pytest.mark.parametrize('loss', [contrastive, recurrent, spectral])
 def test_losses_of_public_models_agree_with_compiled_programs(loss):
   def step(weights, x):
     value, gradients = jax.value_and_grad(loss)(weights, x)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import flax_spmd as spmd
 from flax_spmd._src import compat
+from flax_spmd.errors import LayoutError
 
 KEY = jax.random.key(0)
 OPEN = jax.P.UNCONSTRAINED
@@ -210,6 +211,26 @@ def test_arguments_of_methods_that_jax_cannot_flatten():
   assert constraints(OUT, spmd.names_for(Parts().apply), variables, x) == expected
   named = spmd.names_for(Parts().init)(KEY, x)['params']
   assert named['Dense_1']['kernel'].names == ('in', 'out')
+
+
+def test_methods_that_call_init_and_apply_of_their_own_module():
+  """As in diffusers: `init_weights` of a module that is not bound."""
+
+  class Model(Parts):
+    def created(self, key):
+      return self.init(key, jnp.ones((8, 4, 16)))['params']
+
+    def loss(self, params, x):
+      return jnp.mean(self.apply({'params': params}, x))
+
+  x = jnp.ones((8, 4, 16))
+  params = spmd.names_for(Model().created)(KEY)
+  assert params['Dense_1']['kernel'].names == ('in', 'out')
+  expected = constraints(OUT, Model(by_hand).loss, params, x)
+  assert sum(expected.values()) == 6
+  assert constraints(OUT, spmd.names_for(Model().loss), params, x) == expected
+  with pytest.raises(LayoutError, match='names nothing'):
+    spmd.names_for(Model().created, {'params/Conv_0/kernel': ('in', 'out')})(KEY)
 
 
 def test_losses_and_gradients_stay():

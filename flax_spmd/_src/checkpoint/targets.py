@@ -296,7 +296,7 @@ def _warn_of_typos(leaves: Iterable[LeafRecord], layout: Layout) -> None:
   """Warns of names that nearly match a rule. Without a target, no `layout.check` can report them."""
   known = layout.rules.by_name
   for name in dict.fromkeys(name for leaf in leaves for name in leaf.names or ()):
-    meant = did_you_mean(name, known) if isinstance(name, str) and name not in known else ''
+    meant = '' if name in known else did_you_mean(name, known)
     if meant:
       warn(f'{name!r}: no rule for this logical name; it is replicated.{meant}')
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from flax_spmd._src.compat import KEEPS_FFT_BATCHES
 from flax_spmd._src.estimate.gather_scatter import gather, scatter
 from flax_spmd._src.estimate.graph import (
   Axes,
@@ -234,13 +235,27 @@ def _top_k(op: Op, context: Context) -> Requirement:
 
 
 def _replicate_matrix(op: Op, context: Context) -> Requirement:
-  """The last two dimensions are replicated: XLA partitions neither factorisations nor FFTs."""
+  """The last two dimensions are replicated: XLA does not partition factorisations."""
   operands = tuple(
     replicated(len(value.shape)) if len(value.shape) < 3 else (*spec[:-2], (), ())
     for value, spec in zip(context.values, context.specs)
   )
   same_rank = operands and len(operands[0]) == len(context.result_spec)
   return Requirement(operands, operands[0] if same_rank else context.result_spec)
+
+
+def _fft(op: Op, context: Context) -> Requirement:
+  """Dimensions that are transformed are replicated; where the result's are sharded, XLA replicates all of them.
+
+  Over all devices, it can transform the parts of the last one instead, which is in doubt.
+  """
+  transformed, spec = len(op.attributes['fft_length']), context.result_spec
+  batch = spec[:-transformed]
+  if not KEEPS_FFT_BATCHES or any(spec[-transformed:]):
+    batch = replicated(len(batch))
+  operand = (*batch, *replicated(transformed))
+  is_everywhere = shard_count(spec[-1], context.sizes) == math.prod(context.sizes.values()) > 1
+  return Requirement((operand,), operand, doubt='FFT along a sharded dimension' if is_everywhere else '')
 
 
 _ELEMENTWISE = frozenset(
@@ -331,7 +346,7 @@ _RULES: dict[str, Callable[[Op, Context], Requirement]] = {
   'scatter': scatter,
   'cholesky': _replicate_matrix,
   'triangular_solve': _replicate_matrix,
-  'fft': _replicate_matrix,
+  'fft': _fft,
   'custom_call': custom_call,
   'rng_bit_generator': _any_sharding,
 }

@@ -91,9 +91,9 @@ class _BlockDtypes:
       self.result[value] = self.values[value]._replace(dtype=str(*dtypes))
 
   def _keep_narrow_source(self, convert: Op) -> None:
-    """A widened value is sent in the dtype of its source."""
+    """A widened value is sent in the dtype of its source, except for complex ones."""
     before, after = self.values[convert.operands[0]], self.values[convert.results[0]]
-    if before.itemsize < after.itemsize:
+    if before.itemsize < after.itemsize and not after.dtype.startswith('complex'):
       self.result[convert.results[0]] = before
 
   def _itemsize(self, value: int) -> float:

@@ -165,10 +165,12 @@ class LinenLayers:
   ) -> Any:
     """Runs a method; then boxes the variables below its module, or constrains its result."""
     module = context.module
-    is_init = module.scope is not None and module.is_initializing()
+    if module.scope is None:  # a method that calls `init` or `apply` of its own module
+      return method(*args, **kwargs)
+    is_init = module.is_initializing()
     is_outermost = not self.outputs.running
     if is_outermost:
-      self._given = frozenset() if is_init else frozenset(module.variables if module.scope else ())
+      self._given = frozenset(() if is_init else module.variables)
       self.has_initialized |= is_init
     self.outputs.running.append(module)
     try:
@@ -229,7 +231,7 @@ class LinenLayers:
     """
     alike = (each for each in self.outputs.running[:-1] if each.path == module.path)
     outer = next((each for each in alike if each.scope is not module.scope), None)
-    return () if outer is None or outer.scope is None else outer.variables.get(collection, {})
+    return () if outer is None else outer.variables.get(collection, {})
 
   def _boxed(self, node: Any, collection: str, keys: tuple[str, ...], module: Any, others: Any) -> Any:
     """A part of a module's variables with boxes; arrays with names of their own stay as they are."""
@@ -251,8 +253,6 @@ class LinenLayers:
 
 def _put_below(module: nn.Module, change: Callable[[str, Any], Mapping[str, Any]]) -> None:
   """Changes the variables below a module, in the collections that may change."""
-  if module.scope is None:
-    return
   scope: Any = module.scope
   for collection, variables in module.variables.items():
     if scope.is_mutable_collection(collection):

@@ -214,7 +214,7 @@ def _check_types(types: Any, mesh: Mapping[str, int]) -> None:
     if not isinstance(value, str) or value not in _TYPES:
       raise RulesError(
         f'The layout file gives mesh axis {value_text(name)} the type {_shown(value)}.'
-        f'{did_you_mean(value, _TYPES) if isinstance(value, str) else ""}\n'
+        f'{did_you_mean(value, _TYPES)}\n'
         f'Fix: the types are {", ".join(_TYPES)}.'
       )
 

@@ -456,11 +456,15 @@ def erase_dead(module: Any) -> None:
 
 
 def _constant(value: Any) -> Any:
-  """The number that an array has everywhere, as an attribute; None if it is not known."""
+  """The number that an array has everywhere, as an attribute; None if it is not known, or complex."""
   op = value.owner
   while not isinstance(op, ir.Block) and op.name == _BROADCAST:
     op = op.operation.operands[0].owner
   if isinstance(op, ir.Block) or op.name != 'stablehlo.constant':
+    return None
+  if isinstance(
+    ir.RankedTensorType(value.type).element_type, ir.ComplexType
+  ):  # without a class in the bindings
     return None
   number = ir.DenseElementsAttr(op.attributes['value'])
   return number.get_splat_value() if number.is_splat else None
