@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.hlo.counts import count
@@ -247,6 +249,25 @@ def test_over_which_axes(sizes, rules, shape):
   params = layout.shard(weights(2), [('rows', 'columns')] * 2)
   lowered = layout.pipeline_jit(training([flattened, dense])).lower(params, BATCH)
   assert carried(lowered).count(shape) == 2
+
+
+@pytest.mark.parametrize('names', [('params', 'opt_state'), ('model', 'optimizer')])
+def test_an_optimizer_state_that_is_sharded_otherwise(names):
+  """ZeRO-1: gradients are sharded as weights are, whichever of both comes first in a state."""
+  own_weights, moments = names
+  layout = spmd.Layout({'stage': 2, 'data': 4}, (*RULES, (f'{moments}/', P('data'))))
+  tx = optax.adam(1e-2)
+
+  def step(state, batch):
+    loss = lambda params, h: jnp.mean((stage_end(h @ params[0]) @ params[1]) ** 2)
+    grads = accumulate(lambda h: jax.grad(loss)(state[own_weights], h), batch, SCHEDULE)
+    updates, opt_state = tx.update(grads, state[moments], state[own_weights])
+    return {own_weights: optax.apply_updates(state[own_weights], updates), moments: opt_state}
+
+  params = weights(2)
+  state = layout.shard({own_weights: params, moments: tx.init(params)})
+  assert state[moments][0].mu[0].sharding.spec == P('data', None)
+  assert carried(layout.pipeline_jit(step).lower(state, BATCH)) == 2 * [(4, WIDTH, WIDTH)]
 
 
 def test_each_replica_adds_its_gradients_once():

@@ -60,6 +60,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
+from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.batch_rows import examples, sources_of_rows, warn_of_whole_rows
 from flax_spmd._src.pipeline.cut.deferred_sums import defer_sums
 from flax_spmd._src.pipeline.cut.equations import Constant, Value, is_key
@@ -349,9 +350,8 @@ class TracedPipelineStep:
     found = None if step.loop.once else self._sources_of_rows(step)
     if found is None or AxisType.Explicit in self._setting.mesh.axis_types:
       return {}
-    specs = dict(zip(step.arguments, self._request.specs, strict=True))
     results = zip(step.results, self._planned, strict=True)
-    known = specs | {value: spec for value, spec in results if spec is not None}
+    known = self.argument_specs(step) | {value: spec for value, spec in results if spec is not None}
     finals = step.loop.finals
     groups = [
       [final, start] if isinstance(start, Value) else [final]
@@ -360,6 +360,16 @@ class TracedPipelineStep:
     grouped = specs_of_groups([*step.before, *step.after], groups, known, finals)
     small = {value: PartitionSpec() for value in finals if value.bytes < _LARGE_VALUE}
     return defer_sums(step, small | grouped, found.axes, self._setting.ranks[0].abstract_mesh)
+
+  def argument_specs(self, step: StepParts) -> dict[Value, PartitionSpec]:
+    """The spec of each argument. Those that the loop reads come first: a gradient is sharded as its weight is.
+
+    Of an optimizer's state that is sharded otherwise (ZeRO-1), the order of arguments would decide.
+    """
+    read = step.loop.body.inputs
+    read = read.union(*(one.values for one in eq.needed(step.before, read)))
+    specs = zip(step.arguments, self._request.specs, strict=True)
+    return dict(sorted(specs, key=lambda each: each[0] not in read))
 
   def _sources_of_rows(self, step: StepParts) -> BatchLeaves | None:
     """The arguments that microbatches come from, if their examples are sharded."""
@@ -630,7 +640,7 @@ class LoweredPipelineStep:
   def _specs(self) -> dict[Value, PartitionSpec]:
     """The specs that are known before compilation."""
     step, joined, traced = self._step, self._joined, self._traced
-    specs = dict(zip(step.arguments, traced._request.specs, strict=True))
+    specs = traced.argument_specs(step)
     results = zip(joined.results, traced._planned, strict=True)
     planned = {value: spec for value, spec in results if spec is not None}
     axis, sizes = traced._setting.axis, traced._setting.sizes
