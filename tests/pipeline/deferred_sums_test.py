@@ -224,6 +224,23 @@ def test_what_is_done_to_a_gradient(update, in_parts):
   assert shapes.count((4, WIDTH, WIDTH)) == 2 * in_parts
 
 
+def test_rounded_sums_are_whole():
+  """A half of an integer is not the sum of halves of its parts."""
+  layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+
+  def step(w, batch):
+    def of_microbatch(h):
+      h = stage_end(h @ w)
+      first, second, third = (jnp.sum(h > limit) for limit in range(3))
+      return lax.div(first, jnp.asarray(2, first.dtype)), second.astype(jnp.float8_e4m3fn), third
+
+    return accumulate(of_microbatch, batch, SCHEDULE)
+
+  pipelined, w = layout.pipeline_jit(step), weights(1)[0]
+  assert carried(pipelined.lower(w, BATCH)) == [(), (), (4,)]
+  assert_same(pipelined(w, BATCH), jax.jit(step)(w, BATCH))
+
+
 MESHES = [
   ({'stage': 2, 'data': 4}, RULES, (4, WIDTH, WIDTH)),
   ({'stage': 2, 'data': 2, 'model': 2}, (*RULES, ('columns', 'model')), (2, WIDTH, WIDTH)),

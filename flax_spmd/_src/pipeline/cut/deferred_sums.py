@@ -259,7 +259,9 @@ def _first_row(one: Equation) -> int:
   return sum(compat.scan_counts(one.params)) if one.name == 'scan' else len(one.inputs)
 
 
-_NAMES = 'broadcast_in_dim copy div expand_dims neg reduce_sum reshape rev slice split squeeze transpose unstack'
+_NAMES = (
+  'broadcast_in_dim copy expand_dims neg reduce_sum reshape rev slice split squeeze transpose unstack'
+)
 _LINEAR = frozenset(_NAMES.split())
 """Operations that are linear in their first operand."""
 
@@ -277,9 +279,10 @@ def _linear_in(one: Equation, axes: Mapping[str, int]) -> Sequence[tuple[int, ..
     return [(0,)]
   if one.name in ('concatenate', 'stack'):
     return [tuple(range(len(one.inputs)))]
-  if one.name == 'convert_element_type':
-    kinds = {eq.abstract(atom).dtype.kind for atom in (*one.inputs, *one.outputs)}
-    return [(0,)] if kinds.isdisjoint('iub') else []
+  if one.name in ('convert_element_type', 'div'):  # those that do not round to integers, or 8 bits
+    dtypes = [eq.abstract(atom).dtype for atom in (one.inputs[0], *one.outputs)]
+    rounds = any(each.kind in 'iub' or each.itemsize < 2 for each in dtypes)
+    return [] if rounds else [(0,)]
   if one.name == 'sharding_constraint':
     spec = getattr(one.params['sharding'], 'spec', axes)
     return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
