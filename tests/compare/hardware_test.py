@@ -60,6 +60,12 @@ def test_available_devices():
   ('text', 'message'),
   [
     (
+      8,
+      """\
+      There is no target 8.
+      Fix: use one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, b300, gb200, gb300, l40s, mi300, cpu, as in 'h100:8', or describe the chip in a TOML file.""",
+    ),
+    (
       'h1000:8',
       """\
       There is no target 'h1000:8'. Did you mean 'h100'?

@@ -185,7 +185,7 @@ def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Targe
   """
   if text == 'here':
     return _available(file)
-  name, _, size = text.partition(':')
+  name, _, size = str(text).partition(':')
   known = chips(file)
   if name not in known:
     raise TargetDeviceError(
