@@ -60,6 +60,15 @@ def embedded(h, w):
   return h + w[jnp.argsort(h[..., :WORDS], -1)[..., 0]]
 
 
+def masked(h, w):
+  return jnp.tanh(h @ jnp.where(w > 0, w, 0.1 * jnp.tril(w)))
+
+
+def placed(h, w):
+  """The rows of the weight are the same for all examples."""
+  return jnp.tanh(h + w[(jnp.arange(LENGTH) * 5) % 7][None])
+
+
 def in_layers(h, w):
   layers = jnp.stack([w, w.T, 2 * w])
   return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
@@ -115,6 +124,8 @@ LAYERS = [
   normed,
   over_examples,
   embedded,
+  masked,
+  placed,
   in_layers,
   in_shared_layers,
   over_time,
@@ -135,16 +146,20 @@ UPDATES = [
   lambda g: spmd.with_logical_constraint(g, ('rows', 'columns')),
   lambda g: g + g.T - 2 * lax.pad(g[1:, :-1], jnp.zeros((), g.dtype), [(1, 0, 0), (0, 1, 0)]),
   lambda g: g / (1e-3 + jnp.linalg.norm(g)),  # of the whole gradient of a microbatch
+  lambda g: (64 * g).astype(jnp.int4).astype(g.dtype),
+  lambda g: (64 * g).astype(jnp.float8_e4m3fn).astype(g.dtype),
 ]
 
 
-def training(layers, update=UPDATES[0], schedule: Any = SCHEDULE, own_loop=False, end_at=1):
+def training(layers, update=UPDATES[0], schedule: Any = SCHEDULE, own_loop=False, end_at=1, penalty=0.0):
   """A step on one weight for each layer, with a stage end after some of them."""
 
   def loss(params, h):
     for number, (layer, w) in enumerate(zip(layers, params, strict=True)):
       h = layer(stage_end(h) if number == end_at else h, w)
     value = jnp.mean((h @ params[-1]) ** 2)
+    if penalty:
+      value += penalty * sum(jnp.sum(w**2) for w in params)
     return value, {'loss': value, 'positive': jnp.sum(h > 0)}
 
   def of_microbatch(params, h):
@@ -215,7 +230,7 @@ def test_devices_add_gradients_once():
 
 
 @pytest.mark.parametrize(
-  'update, in_parts', [*zip(UPDATES, (True, True, False, True, True, False), strict=True)]
+  'update, in_parts', [*zip(UPDATES, (True, True, False, True, True, False, False, False), strict=True)]
 )
 def test_what_is_done_to_a_gradient(update, in_parts):
   layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
@@ -224,21 +239,54 @@ def test_what_is_done_to_a_gradient(update, in_parts):
   assert shapes.count((4, WIDTH, WIDTH)) == 2 * in_parts
 
 
-def test_rounded_sums_are_whole():
-  """A half of an integer is not the sum of halves of its parts."""
+def test_a_penalty_on_weights_is_added_to_one_part():
   layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+  compiled = layout.pipeline_jit(training([dense, dense], penalty=0.1)).compile(weights(2), BATCH)
+  in_tasks, _ = collectives(compiled, layout.mesh.shape)
+  assert not in_tasks
 
-  def step(w, batch):
-    def of_microbatch(h):
-      h = stage_end(h @ w)
-      first, second, third = (jnp.sum(h > limit) for limit in range(3))
-      return lax.div(first, jnp.asarray(2, first.dtype)), second.astype(jnp.float8_e4m3fn), third
 
-    return accumulate(of_microbatch, batch, SCHEDULE)
+def of_carried(start, update, params, batch):
+  """A loop that carries a value beside the gradients of two weights."""
 
-  pipelined, w = layout.pipeline_jit(step), weights(1)[0]
-  assert carried(pipelined.lower(w, BATCH)) == [(), (), (4,)]
-  assert_same(pipelined(w, BATCH), jax.jit(step)(w, BATCH))
+  def loss(params, h):
+    h = stage_end(dense(h, params[0]))
+    return jnp.mean(dense(h, params[1]) ** 2)
+
+  def body(carried, h):
+    grads, value = carried
+    added = jax.tree.map(jnp.add, grads, jax.grad(loss)(params, h))
+    return (added, update(value, jnp.sum(h > 0, dtype=jnp.int32), params)), None
+
+  return lax.scan(body, (jax.tree.map(jnp.zeros_like, params), start()), batch)[0]
+
+
+CARRIED = {
+  'count': (lambda: jnp.int32(3), lambda old, count, _: old + count, (4,)),
+  'quotient': (lambda: jnp.int32(3), lambda old, count, _: old + lax.div(count, 5), ()),
+  'halved': (lambda: jnp.int32(101), lambda old, count, _: lax.div(old, 2) + count, ()),
+  'flags': (lambda: jnp.array([True, False]), lambda old, *_: old[::-1], (2,)),
+  'keys': (lambda: jax.random.split(jax.random.key(0)), lambda old, *_: old[::-1], (2,)),
+  'average of weights': (
+    lambda: jnp.ones((WIDTH, WIDTH)),
+    lambda old, _, params: 0.9 * old + 0.1 * params[0],
+    (WIDTH, WIDTH),
+  ),
+}
+
+
+@pytest.mark.parametrize('name', CARRIED)
+def test_what_is_carried(name):
+  """Only sums over examples have parts, and no quotient of integers has."""
+  start, update, shape = CARRIED[name]
+  layout, step = (
+    spmd.Layout({'stage': 2, 'data': 4}, RULES),
+    functools.partial(of_carried, start, update),
+  )
+  pipelined = layout.pipeline_jit(step, schedule=SCHEDULE)
+  shapes = carried(pipelined.lower(weights(2), BATCH))
+  assert sorted(shapes) == sorted([*[(4, WIDTH, WIDTH)] * 2, shape])
+  assert_same(pipelined(weights(2), BATCH), jax.jit(step)(weights(2), BATCH), 1e-4)
 
 
 MESHES = [
@@ -310,6 +358,7 @@ def test_equals_jit(seed):
   layers = [LAYERS[number] for number in rng.choice(len(LAYERS), rng.integers(2, 5))]
   schedule = (SCHEDULE, ZeroBubbleH1(ranks=2))[rng.integers(2)]
   options = {'update': UPDATES[rng.integers(len(UPDATES))], 'own_loop': bool(rng.integers(2))}
+  options['penalty'] = 0.1 * rng.integers(2)
   print([layer.__name__ for layer in layers], sizes, rules, schedule, options)
   with jax.enable_x64(True):
     layout = spmd.Layout(sizes, rules)

@@ -73,7 +73,7 @@ def defer_sums(
   body.equations, body.carried, results = parts.written(program)
   body.updated = results[: len(carried)]
   widened, starts = eq.traced(
-    lambda *starts: [parts.widened(*each) for each in zip(starts, carried_whole, strict=True)],
+    lambda *starts: [parts.start(*each) for each in zip(starts, carried_whole, strict=True)],
     *(loop.starts[number] for number in deferred),
   )
   sums = [Value(body.updated[number].aval) for number in deferred]
@@ -96,7 +96,8 @@ class _Program:
   Attributes:
     examples: the dimensions of values that have examples.
     sources: for each value that can have parts, the operands that need parts, too.
-    split: for each sum over examples, the dimensions that are split, by the number of the operand.
+    split: for each sum over examples, the dimensions that are split, by the number of the operand; None for an operand that
+      is the same in each run, which is added to one part.
     calls: the program of each call and scan.
     has_parts: for each result that can have parts, the values that then have parts; of a carried one, also its input.
   """
@@ -123,7 +124,7 @@ class _Program:
     """
     pairs = [(self.inputs[at], self.results[number]) for number, at in self.carried.items()]
     self.examples: dict[Value, frozenset[int]] = dict(known)
-    self.split: dict[Value, dict[int, int]] = {}
+    self.split: dict[Value, dict[int, int | None]] = {}
     self.has_parts: dict[int, list[Value]] = {}
     while True:  # what is carried has examples if it gets them in a run
       for one in self.equations:
@@ -139,7 +140,8 @@ class _Program:
     for number, result in enumerate(self.results):
       own = [self.inputs[self.carried[number]]] if number in self.carried else []
       found = self._reached(result) if result in self.sources else []
-      if found and [value for value in found if value in inputs] == own:
+      has_sums = any(value not in inputs and not self.sources[value] for value in found)
+      if has_sums and [value for value in found if value in inputs] == own:
         self.has_parts[number] = found
 
   def _dims(self, atom: Atom) -> frozenset[int]:
@@ -180,11 +182,17 @@ class _Program:
     if split is not None:
       self.split[one.outputs[0]], self.sources[one.outputs[0]] = split, []
       return
-    for numbers in _linear_in(one, axes):
-      operands: list[Any] = [one.inputs[number] for number in numbers]
-      if all(isinstance(atom, Value) and atom in self.sources for atom in operands):
+    for numbers in self._linear_in(one, axes):
+      fixed = {number: None for number in numbers if self._is_fixed(one.inputs[number])}
+      operands: list[Any] = [one.inputs[number] for number in numbers if number not in fixed]
+      if operands and all(isinstance(atom, Value) and atom in self.sources for atom in operands):
         self.sources |= dict.fromkeys(one.outputs, operands)
+        self.split |= {one.outputs[0]: fixed} if fixed else {}
         return
+
+  def _is_fixed(self, atom: Atom) -> bool:
+    """Whether it is the same in each run."""
+    return isinstance(atom, Value) and atom not in self.producer and atom not in self.inputs
 
   def _sums_over_examples(self, one: Equation, parts: int) -> Iterator[dict[int, int]]:
     """The dimensions of operands that have examples, over which an operation sums."""
@@ -202,11 +210,38 @@ class _Program:
       yield from ({0: a, 1: b} for a, b in zip(left, right, strict=True))
     elif one.name == 'reduce_sum':
       yield from ({0: axis} for axis in one.params['axes'])
-    elif one.name in ('scatter-add', 'scatter_add') and self._is_zero(one.inputs[0]):
+    elif one.name in _SCATTERED_SUMS and self._is_zero(one.inputs[0]):
       numbers, updates = one.params['dimension_numbers'], eq.abstract(one.inputs[2])
       if not numbers.operand_batching_dims:
         scattered = (dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims)
         yield from ({1: at, 2: dim} for at, dim in enumerate(scattered))
+
+  def _linear_in(self, one: Equation, axes: Mapping[str, int]) -> Sequence[tuple[int, ...]]:
+    """The choices of operands in which an operation is linear, jointly, and zero if they are.
+
+    A constraint that shards a value over axes of the examples is none: it has no room for parts.
+    """
+    if one.name in ('add', 'add_any', 'sub'):
+      return [(0, 1)]
+    if one.name in ('mul', 'dot_general'):
+      return [(0,), (1,)]
+    if one.name in _LINEAR or (one.name == 'div' and _is_inexact(one.outputs[0])):
+      return [(0,)]
+    if one.name in _SCATTERED_SUMS:
+      return [(0, 2), *[(2,)] * self._is_zero(one.inputs[0])]
+    if one.name == 'select_n':
+      return [tuple(at for at, each in enumerate(one.inputs) if at and not self._is_zero(each))]
+    if one.name in ('concatenate', 'stack'):
+      return [tuple(range(len(one.inputs)))]
+    if one.name == 'convert_element_type':
+      return [(0,)] if _is_inexact(one.inputs[0]) and _is_inexact(one.outputs[0]) else []
+    if one.name == 'sharding_constraint':
+      spec = getattr(one.params['sharding'], 'spec', axes)
+      return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
+    if one.name == 'pad':
+      padding = one.inputs[1]
+      return [(0,)] if isinstance(padding, Literal) and not padding.val else []
+    return []
 
   def _is_zero(self, atom: Atom) -> bool:
     """Whether a value is zero, by its first operation."""
@@ -259,6 +294,7 @@ def _first_row(one: Equation) -> int:
   return sum(compat.scan_counts(one.params)) if one.name == 'scan' else len(one.inputs)
 
 
+_SCATTERED_SUMS = frozenset({'scatter-add', 'scatter_add'})
 _NAMES = (
   'broadcast_in_dim copy expand_dims neg reduce_sum reshape rev slice split squeeze transpose unstack'
 )
@@ -266,30 +302,10 @@ _LINEAR = frozenset(_NAMES.split())
 """Operations that are linear in their first operand."""
 
 
-def _linear_in(one: Equation, axes: Mapping[str, int]) -> Sequence[tuple[int, ...]]:
-  """The choices of operands in which an operation is linear, jointly, and zero if they are.
-
-  A constraint that shards a value over axes of the examples is none: it has no room for parts.
-  """
-  if one.name in ('add', 'add_any', 'sub'):
-    return [(0, 1)]
-  if one.name in ('mul', 'dot_general'):
-    return [(0,), (1,)]
-  if one.name in _LINEAR:
-    return [(0,)]
-  if one.name in ('concatenate', 'stack'):
-    return [tuple(range(len(one.inputs)))]
-  if one.name in ('convert_element_type', 'div'):  # those that do not round to integers, or 8 bits
-    dtypes = [eq.abstract(atom).dtype for atom in (one.inputs[0], *one.outputs)]
-    rounds = any(each.kind in 'iub' or each.itemsize < 2 for each in dtypes)
-    return [] if rounds else [(0,)]
-  if one.name == 'sharding_constraint':
-    spec = getattr(one.params['sharding'], 'spec', axes)
-    return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
-  if one.name == 'pad':
-    padding = one.inputs[1]
-    return [(0,)] if isinstance(padding, Literal) and not padding.val else []
-  return []
+def _is_inexact(atom: Atom) -> bool:
+  """Whether it has real or complex numbers of 16 bits or more, to which others are rounded with a small error."""
+  dtype = eq.abstract(atom).dtype
+  return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
 def _traced_once(fn: Callable[..., Any], inputs: Sequence[Atom]) -> tuple[list[Equation], list[Value]]:
@@ -351,11 +367,15 @@ class _Parts:
   def _has_parts(self, one: Equation) -> bool:
     return not self._over.keys().isdisjoint(one.outputs)
 
-  def widened(self, array: Any, carried: Value) -> Any:
-    """The first value of an input that is carried in parts that add up to it: itself and zeros."""
-    array = jnp.asarray(array, carried.aval.dtype)[None]
-    padding = [(0, self._count(self._over[carried]) - 1, 0), *[(0, 0, 0)] * (array.ndim - 1)]
-    return lax.pad(array, lax.full((), 0, array.dtype), padding)
+  def widened(self, array: Any, over: Axes) -> Any:
+    """Parts that add up to an array: itself and zeros."""
+    array = lax.broadcast(array, [self._count(over)])
+    is_first = lax.broadcasted_iota(np.int32, array.shape, 0) == 0
+    return lax.select(is_first, array, lax.full_like(array, 0))
+
+  def start(self, array: Any, carried: Value) -> Any:
+    """The first value of an input that is carried in parts."""
+    return self.widened(jnp.asarray(array, carried.aval.dtype), self._over[carried])
 
   def _count(self, over: Axes) -> int:
     return math.prod(self._mesh.shape[axis] for axis in over)
@@ -372,7 +392,7 @@ class _Parts:
     """
     for over in dict.fromkeys(self._over[value] for value in program.results if value in self._over):
       results = [value for value in program.results if self._over.get(value) == over]
-      shards: dict[tuple[Any, int], Value] = {}
+      shards: dict[tuple[Any, int | None], Value] = {}
       equations: list[Equation] = []
       for one in program.equations:
         if one not in program.calls and over in map(self._over.get, one.outputs):
@@ -382,7 +402,10 @@ class _Parts:
           equations.append(one.on(inputs, one.outputs))
       read = [value for value in (*eq.free_values(equations), *results) if value in known]
       whole = {value: known[value] for value in read if value not in self._over}
-      parts = {shard: self._shards(known[value], dim, over) for (value, dim), shard in shards.items()}
+      parts = {
+        shard: self.widened(known[value], over) if dim is None else self._shards(known[value], dim, over)
+        for (value, dim), shard in shards.items()
+      }
       parts |= {value: known[value] for value in read if value in self._over}
       places = [int(program.is_row(value)) for value in parts]
 
@@ -426,7 +449,7 @@ class _Parts:
       given: list[Any] = list(operands)
       for at in inner.carried.values():
         if inner.inputs[at] in self._over:
-          given[at] = self.widened(given[at], inner.inputs[at])
+          given[at] = self.start(given[at], inner.inputs[at])
       if one.name in compat.JITS:
         body.__name__ = str(one.params.get('name', one.name))
         return jax.jit(body)(*given)
