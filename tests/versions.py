@@ -29,6 +29,7 @@ _DEALT_FOLDERS = {
   'multiprocess',
   'names',
   'pipeline',
+  'reshard',
   'rules',
   'search',
 }

@@ -124,7 +124,7 @@ class _Program:
     """
     pairs = [(self.inputs[at], self.results[number]) for number, at in self.carried.items()]
     self.examples: dict[Value, frozenset[int]] = dict(known)
-    self.split: dict[Value, dict[int, int | None]] = {}
+    self.split: dict[Value, Mapping[int, int | None]] = {}
     self.has_parts: dict[int, list[Value]] = {}
     while True:  # what is carried has examples if it gets them in a run
       for one in self.equations:
@@ -183,7 +183,7 @@ class _Program:
       self.split[one.outputs[0]], self.sources[one.outputs[0]] = split, []
       return
     for numbers in self._linear_in(one, axes):
-      fixed = {number: None for number in numbers if self._is_fixed(one.inputs[number])}
+      fixed = dict.fromkeys(number for number in numbers if self._is_fixed(one.inputs[number]))
       operands: list[Any] = [one.inputs[number] for number in numbers if number not in fixed]
       if operands and all(isinstance(atom, Value) and atom in self.sources for atom in operands):
         self.sources |= dict.fromkeys(one.outputs, operands)
