@@ -194,8 +194,12 @@ def test_sums_over_the_parameters_of_all_stages(schedule):
   state = PARAMS, jax.tree.map(jnp.sin, PARAMS)
   check(step, state, X, Y)
   [shardings, *_], _ = LAYOUT.pipeline_jit(step).compile(state, X, Y).input_shardings
+  devices = [*LAYOUT.mesh.devices.flat]
   for stage, *each in zip(range(STAGES), *map(dict.values, shardings), strict=True):
-    assert [{device.id // 2 for device in one.device_set} for one in each] == [{stage}, {stage}]
+    assert [{devices.index(device) // 2 for device in one.device_set} for one in each] == [
+      {stage},
+      {stage},
+    ]
 
 
 def test_gradient_norms_of_stages(schedule):

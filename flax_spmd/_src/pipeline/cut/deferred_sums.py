@@ -8,7 +8,8 @@ loop. XLA does the same for a loop that it sees as a whole; here it sees one tas
 A value has parts if linear operations alone compute it, from sums over examples:
 
 * a product, reduction or scattered sum over examples is computed for each shard of them;
-* a transpose, cast, sum or other linear operation, for each part;
+* a transpose, cast, sum or other linear operation, for each part; a summand that is the same in each run, such as that of
+  a penalty on weights, is added to one part;
 * a call (`jit`, remat) or `scan`, whose body is written anew, for the results that have parts inside.
 
 Parts add up to the value whatever is sharded. Where the examples are decides only what pays.
@@ -187,7 +188,7 @@ class _Program:
       operands: list[Any] = [one.inputs[number] for number in numbers if number not in fixed]
       if operands and all(isinstance(atom, Value) and atom in self.sources for atom in operands):
         self.sources |= dict.fromkeys(one.outputs, operands)
-        self.split |= {one.outputs[0]: fixed} if fixed else {}
+        self.split[one.outputs[0]] = fixed
         return
 
   def _is_fixed(self, atom: Atom) -> bool:
