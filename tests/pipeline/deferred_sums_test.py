@@ -316,6 +316,23 @@ def test_over_which_axes(sizes, rules, shape):
   assert carried(lowered).count(shape) == 2
 
 
+def test_a_weight_of_two_stages_has_a_sum_on_each():
+  layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+
+  def step(params, batch):
+    def loss(params, h):
+      h = stage_end(dense(dense(h, params['tied']), params['layers'][0]))
+      return jnp.mean(dense(dense(h, params['tied']), params['layers'][1]) ** 2)
+
+    return accumulate(lambda h: jax.grad(loss)(params, h), batch, SCHEDULE)
+
+  params = {'tied': weights(1)[0], 'layers': jnp.stack(weights(2))}
+  pipelined = layout.pipeline_jit(step)
+  shapes = carried(pipelined.lower(params, BATCH))
+  assert shapes == 2 * [(4, 2, WIDTH, WIDTH)] + 2 * [(4, WIDTH, WIDTH)]
+  assert_same(pipelined(params, BATCH), jax.jit(step)(params, BATCH), 1e-4)
+
+
 @pytest.mark.parametrize('names', [('params', 'opt_state'), ('model', 'optimizer')])
 def test_an_optimizer_state_that_is_sharded_otherwise(names):
   """ZeRO-1: gradients are sharded as weights are, whichever of both comes first in a state."""

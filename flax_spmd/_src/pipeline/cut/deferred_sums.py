@@ -415,9 +415,14 @@ class _Parts:
         return eq.run(equations, whole | given, results)  # noqa: B023
 
       found = jax.vmap(run, [places], axis_size=self._count(over))([*parts.values()])
-      for value, array in zip(results, found, strict=True):
-        spec = PartitionSpec(over, *[UNCONSTRAINED] * (array.ndim - 1))
-        known[value] = lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
+      known |= zip(results, found, strict=True)
+
+  def _constrained(self, value: Value, array: Any) -> Any:
+    """A result of a call, sharded over its parts if it has any. Those of the loop are sharded as what it carries."""
+    if value not in self._over:
+      return array
+    spec = PartitionSpec(self._over[value], *[UNCONSTRAINED] * (array.ndim - 1))
+    return lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
 
   def _shards(self, array: Any, dim: int, over: Axes) -> Any:
     """An array with the shards of a dimension over mesh axes in a new first dimension."""
@@ -444,7 +449,7 @@ class _Parts:
           operands = eq.run([], known, each.inputs)
           known |= zip(each.outputs, self._call(each, inner.calls[each])(*operands), strict=True)
       self._add_parts(inner, known)
-      return [known[value] for value in inner.results]
+      return [self._constrained(value, known[value]) for value in inner.results]
 
     def call(*operands: Any) -> list[Any]:
       given: list[Any] = list(operands)
