@@ -6,7 +6,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import flax_spmd
+
+pytestmark = pytest.mark.new_jax  # it uses no JAX
 
 PACKAGE = Path(flax_spmd.__file__).parent
 SAME_STEM = {'html_report'}  # of a comparison, and of a search

@@ -14,7 +14,7 @@ from tests.checkpoint.protocol_model import (
   explore,
 )
 
-pytestmark = pytest.mark.old_jax  # it uses no JAX
+pytestmark = pytest.mark.new_jax  # it uses no JAX
 
 NEW = World()
 OLD = World(
