@@ -12,7 +12,7 @@ nox.options.sessions = ['tests', 'lint', 'typecheck', 'layers', 'guides', 'docs'
 nox.options.default_venv_backend = 'venv'
 
 PYTHONS = ['3.11', '3.12', '3.13']
-# 3.13 has the JAX and the Flax of 3.12, so only tests that depend on the language run there,
+# 3.13 has the JAX and the Flax of 3.12, so only tests that depend on the language run there, and `TAKEN_OVER`.
 SAME_JAX = (
   'active_layout',
   'cli',
@@ -24,7 +24,7 @@ SAME_JAX = (
   'rules',
   'typing',
 )
-# and some that take long, which 3.12 then leaves out.
+# Tests that take long, or use no JAX: 3.12 leaves them out where 3.13 is installed.
 TAKEN_OVER = (
   'benchmarks',
   'checkpoint/protocol_model',

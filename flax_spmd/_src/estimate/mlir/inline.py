@@ -462,9 +462,8 @@ def _constant(value: Any) -> Any:
     op = op.operation.operands[0].owner
   if isinstance(op, ir.Block) or op.name != 'stablehlo.constant':
     return None
-  if isinstance(
-    ir.RankedTensorType(value.type).element_type, ir.ComplexType
-  ):  # without a class in the bindings
+  # the bindings have no class for complex numbers
+  if isinstance(ir.RankedTensorType(value.type).element_type, ir.ComplexType):
     return None
   number = ir.DenseElementsAttr(op.attributes['value'])
   return number.get_splat_value() if number.is_splat else None

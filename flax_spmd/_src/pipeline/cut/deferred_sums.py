@@ -127,7 +127,7 @@ class _Program:
     self.examples: dict[Value, frozenset[int]] = dict(known)
     self.split: dict[Value, Mapping[int, int | None]] = {}
     self.has_parts: dict[int, list[Value]] = {}
-    while True:  # what is carried has examples if it gets them in a run
+    while True:  # a carried value has examples if it gets them in a run
       for one in self.equations:
         self._follow(one, axes)
       new = {old: self._dims(value) | self._dims(old) for old, value in pairs}
@@ -309,7 +309,9 @@ def _is_inexact(atom: Atom) -> bool:
   return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
-def _traced_once(fn: Callable[..., Any], inputs: Sequence[Atom]) -> tuple[list[Equation], list[Value]]:
+def _traced_with_calls(
+  fn: Callable[..., Any], inputs: Sequence[Atom]
+) -> tuple[list[Equation], list[Value]]:
   """The equations of a function of arrays, with calls as they are, and its results."""
   return eq.flatten(jax.make_jaxpr(fn)(*map(eq.abstract, inputs)), inputs, lambda _: False)
 
@@ -343,7 +345,7 @@ class _Parts:
       if not self._has_parts(one):
         equations.append(one)
       elif one in program.calls:
-        call, outputs = _traced_once(self._call(one, program.calls[one]), one.inputs)
+        call, outputs = _traced_with_calls(self._call(one, program.calls[one]), one.inputs)
         pairs = list(zip(one.outputs, outputs, strict=True))
         names |= {old: new for old, new in pairs if old in self._over}
         whole = {new: old for old, new in pairs if old not in self._over}
@@ -358,7 +360,7 @@ class _Parts:
       self._add_parts(program, known)
       return [known[value] for value in chosen]
 
-    new, outputs = _traced_once(parts, [names.get(value, value) for value in read])
+    new, outputs = _traced_with_calls(parts, [names.get(value, value) for value in read])
     names |= zip(chosen, outputs, strict=True)
     inputs, results = (
       [names.get(value, value) for value in each] for each in (program.inputs, program.results)
@@ -418,7 +420,7 @@ class _Parts:
       known |= zip(results, found, strict=True)
 
   def _constrained(self, value: Value, array: Any) -> Any:
-    """A result of a call, sharded over its parts if it has any. Those of the loop are sharded as what it carries."""
+    """A result of a call; if it has parts, they are sharded. A result of the loop has its spec from `defer_sums`."""
     if value not in self._over:
       return array
     spec = PartitionSpec(self._over[value], *[UNCONSTRAINED] * (array.ndim - 1))
