@@ -106,6 +106,25 @@ def convolved(h, w):
   return lax.conv_general_dilated(h, kernel, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
 
 
+def convolved_in_groups(h, w):
+  kernel, options = w[None, :4], {'feature_group_count': 4, 'rhs_dilation': (2,)}
+  return lax.conv_general_dilated(
+    h, kernel, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'), **options
+  )
+
+
+def convolved_and_back(h, w):
+  """With strides, in layers."""
+  numbers = ('NHWC', 'HWIO', 'NHWC')
+
+  def layer(h, kernel):
+    small = lax.conv_general_dilated(h, kernel, (2, 1), 'SAME', dimension_numbers=numbers)
+    return jnp.tanh(lax.conv_transpose(small, kernel, (2, 1), 'SAME', dimension_numbers=numbers)), None
+
+  kernels = jnp.stack([w, w.T]).reshape(2, 8, 2, 8, 2).transpose(0, 2, 4, 1, 3)
+  return lax.scan(layer, h.reshape(*h.shape[:-1], 2, 8), kernels)[0].reshape(h.shape)
+
+
 def chosen(h, w):
   return lax.cond(jnp.max(h) > 1, lambda: h @ w, lambda: h)
 
@@ -134,11 +153,13 @@ LAYERS = [
   in_repeated_layers,
   of_low_rank,
   convolved,
+  convolved_in_groups,
+  convolved_and_back,
   chosen,
   of_experts,
 ]
-WHOLE = [convolved, chosen]
-"""Layers whose gradients stay whole: no rule opens convolutions and branches."""
+WHOLE = [chosen]
+"""Layers whose gradients stay whole: no rule opens branches."""
 UPDATES = [
   lambda g: g,
   lambda g: 0.5 * g.astype(jnp.float32),
@@ -217,7 +238,8 @@ def test_which_sums_are_in_parts():
 
 
 def test_devices_add_gradients_once():
-  layers = [layer for layer in LAYERS if layer not in (*WHOLE, over_examples)]
+  gathered = convolved_in_groups  # by XLA, the examples: also in the forward pass, and in `jax.jit`
+  layers = [layer for layer in LAYERS if layer not in (*WHOLE, over_examples, gathered)]
   layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
   params, step = layout.shard(weights(len(layers))), training(layers, end_at=7)
   pipelined = layout.pipeline_jit(step)

@@ -211,6 +211,9 @@ class _Program:
       yield from ({0: a, 1: b} for a, b in zip(left, right, strict=True))
     elif one.name == 'reduce_sum':
       yield from ({0: axis} for axis in one.params['axes'])
+    elif one.name == 'conv_general_dilated' and one.params['feature_group_count'] == 1:
+      numbers = one.params['dimension_numbers']
+      yield {0: numbers.lhs_spec[1], 1: numbers.rhs_spec[1]}
     elif one.name in _SCATTERED_SUMS and self._is_zero(one.inputs[0]):
       numbers, updates = one.params['dimension_numbers'], eq.abstract(one.inputs[2])
       if not numbers.operand_batching_dims:
@@ -416,7 +419,12 @@ class _Parts:
         given = dict(zip(parts, arrays, strict=True))  # noqa: B023
         return eq.run(equations, whole | given, results)  # noqa: B023
 
-      found = jax.vmap(run, [places], axis_size=self._count(over))([*parts.values()])
+      name = compat.GroupAxisName('part')  # the devices of a part compute a convolution, in a `shard_map`
+      mapped = jax.vmap(
+        run, [places], axis_size=self._count(over), axis_name=name, spmd_axis_name=over
+      )
+      with jax.sharding.use_abstract_mesh(self._mesh):
+        found = mapped([*parts.values()])
       known |= zip(results, found, strict=True)
 
   def _constrained(self, value: Value, array: Any) -> Any:
