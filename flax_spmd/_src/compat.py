@@ -604,6 +604,12 @@ def is_variable_type(cls: type) -> bool:
   return _has_base(cls, 'flax.nnx.variablelib', 'Variable')
 
 
+@functools.cache
+def is_parameter_type(cls: type) -> bool:
+  """Whether a class is `nnx.Param` or derives from it."""
+  return _has_base(cls, 'flax.nnx.variablelib', 'Param')
+
+
 def has_nnx() -> bool:
   """Whether NNX has been imported; without it there are no modules of it."""
   return 'flax.nnx' in sys.modules

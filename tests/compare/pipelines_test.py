@@ -258,7 +258,7 @@ def test_a_crash_takes_one_program_with_it(tmp_path, monkeypatch):
   python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/worker.py "$@"\n')
   python.chmod(0o755)
   monkeypatch.setattr('sys.executable', str(python))
-  program = LoweredStep(b'', '', staged(), 'f32', [], 0, [])
+  program = LoweredStep(b'', '', staged(), 'f32', [], [], 0, [])
   folders = [tmp_path / str(number) for number in range(3)]
   job = compilation.CompileJob([program] * 3, hardware.parse_target(TARGET))
   results = compilation.run_workers(job, None, folders)

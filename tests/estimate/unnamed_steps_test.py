@@ -131,8 +131,8 @@ def test_an_array_in_two_places_is_counted_once():
   train_step = TrainStep(step, lambda: Layers(None), jax.ShapeDtypeStruct((64, 512), 'float32'))
   compiled = compare(train_step, {'': layout}, 'cpu:8')[''].memory
   estimated = Estimator(train_step).estimate(layout, parse_target('h100:8'), partition=False).memory
-  assert compiled.rest == estimated.rest == (2 * 512 * 2048 + 2048 + 512) * 4 // 8
-  assert compiled.peak == compiled.rest + compiled.batch + compiled.temporaries
+  assert compiled.parameters == estimated.parameters == (2 * 512 * 2048 + 2048 + 512) * 4 // 8
+  assert compiled.peak == compiled.parameters + compiled.batch + compiled.temporaries
 
 
 def contrastive(weights, x):

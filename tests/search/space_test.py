@@ -6,7 +6,9 @@ from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -309,6 +311,31 @@ def test_a_model_without_names_has_paths():
   assert any(c.path_rules == (('(^|/)wo$', 2, 0, (0,)),) for c in moves) and any(
     c.fsdp_axes for c in moves
   )
+
+
+def own_keys():
+  params = unnamed()['params']
+  return (
+    params,
+    {'statistics': jnp.ones(8)},
+    optax.adafactor(1e-2, min_dim_size_to_factor=8).init(params),
+  )
+
+
+def modules():
+  class Model(nnx.Module):
+    def __init__(self):
+      self.wi, self.wo = nnx.Param(jnp.ones((64, 128))), nnx.Param(jnp.ones((128, 64)))
+      self.table = nnx.Variable(jnp.ones((8, 8)))
+
+  model = Model()
+  return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize('create', [own_keys, modules])
+def test_paths_of_parameters_in_states_of_other_forms(create):
+  facts = facts_of(TrainStep(None, create, jax.ShapeDtypeStruct((16, 64), jnp.float32)))
+  assert facts.paths == (PathKind('(^|/)wi$', ((64, 128),)), PathKind('(^|/)wo$', ((128, 64),)))
 
 
 def many():

@@ -30,6 +30,7 @@ from flax_spmd._src.jit.replicated_batches import batch_sizes, replicated_batche
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.names.nnx_variables import arrays_of, first_places
+from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.plan.rows import Row
 from flax_spmd.errors import TargetDeviceError
 
@@ -43,6 +44,7 @@ class LoweredStep(NamedTuple):
     layout: layout on an abstract mesh.
     dtype: dtype of the operands of most matrix products, such as `bf16` or `f32`.
     rows: the arrays of the state, with the decisions behind each sharding.
+    parts: the part of the state that each of them belongs to: 'params', 'opt_state', or '' for the rest.
     batch_bytes: bytes of the batch on one device.
     findings: suspicious things about the layout, one line each.
     unconstrained: the mesh axes of both state and batch, if the step has no constraint.
@@ -54,6 +56,7 @@ class LoweredStep(NamedTuple):
   layout: Layout
   dtype: str
   rows: list[Row]
+  parts: list[str]
   batch_bytes: int
   findings: list[str]
   unconstrained: tuple[str, ...] = ()
@@ -167,13 +170,14 @@ def _is_abstract(batch: Any) -> bool:
 
 def describe_arguments(layout: Layout, state: Any, batch: Any) -> LoweredStep:
   """A `LoweredStep` of the arguments alone, with empty code."""
-  rows = layout.rows(state)
+  rows, parts, places = layout.rows(state), leaf_parts(state), first_places(state)
   return LoweredStep(
     b'',
     '',
     layout,
     'f32',
-    [rows[place] for place in first_places(state)],
+    [rows[place] for place in places],
+    [parts[place] for place in places],
     sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(batch)),
     [finding.text for finding in layout.check(state).suspicious],
   )

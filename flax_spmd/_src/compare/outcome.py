@@ -124,8 +124,9 @@ class Memory(NamedTuple):
   """Bytes on one device.
 
   Attributes:
-    parameters: bytes of the parameters.
-    optimizer: bytes of the optimizer state.
+    parameters: bytes of the parameters: the arrays below a key `params`, or in an `nnx.Param`. In a state with neither, all
+      arrays of real or complex numbers that are no optimizer state.
+    optimizer: bytes of the optimizer state: of Optax's states, and below a key `opt_state` or `param_states`.
     rest: bytes of the rest of the state.
     batch: bytes of the batch.
     temporaries: bytes of activations, gradients and gathered parameters at the peak.

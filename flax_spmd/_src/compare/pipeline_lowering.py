@@ -35,13 +35,13 @@ from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_st
 from flax_spmd._src.compat import program_bytes, target_devices
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.pipeline.pipelined import LoweredPipelineStep
 from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
 
@@ -80,7 +80,7 @@ class LoweredPipeline(NamedTuple):
     on_rank: the state and the batch on the devices of one rank, with empty code.
     programs: lowered program of each unit.
     plan: calls and transfers in order, with the sharding of every value.
-    paths: paths of the step's arguments; those of the state begin with `0/`.
+    parts: the part that each of the step's arguments belongs to: 'params', 'opt_state', '' (of the state), or 'batch'.
     schedule: schedule of the microbatch loop.
     microbatches: number of microbatches.
     axis: mesh axis of the stages.
@@ -91,7 +91,7 @@ class LoweredPipeline(NamedTuple):
   on_rank: LoweredStep
   programs: Mapping[StageProgram, LoweredStep]
   plan: LoweredStages
-  paths: Sequence[str]
+  parts: Sequence[str]
   schedule: Schedule
   microbatches: int
   axis: str
@@ -185,7 +185,7 @@ def lower_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target
     on_rank._replace(findings=[*doubtful, *on_rank.findings]),
     programs,
     plan,
-    _paths(cut.state, cut.batch),
+    [*leaf_parts(cut.state), *['batch'] * len(jax.tree.leaves(cut.batch))],
     cut.schedule,
     cut.microbatches,
     pipeline.axis,
@@ -224,11 +224,5 @@ def _program(lowered: Any, layout: Layout) -> LoweredStep:
   text = lowered.as_text()
   text = text[text.index('\n') :]
   return LoweredStep(
-    program_bytes(lowered), identity_of(lowered, text), layout, dtype_of(text), [], 0, []
+    program_bytes(lowered), identity_of(lowered, text), layout, dtype_of(text), [], [], 0, []
   )
-
-
-def _paths(state: Any, batch: Any) -> list[str]:
-  """`0/params/w` for an array of the state, `1/x` for one of the batch."""
-  paths = jax.tree_util.tree_leaves_with_path((state, batch))
-  return [path_string(path) for path, _ in paths]

@@ -162,7 +162,7 @@ class _PipelineAnalysis:
 
   def _memory(self) -> list[Memory]:
     plan = self._lowered.plan
-    parts = dict(zip(plan.arguments, map(_part, self._lowered.paths), strict=True))
+    parts = dict(zip(plan.arguments, self._lowered.parts, strict=True))
     held = [Counter[str]() for _ in self._ranks]
     for buffer, size in footprint.sizes(plan).items():
       if buffer.value in parts:
@@ -296,13 +296,6 @@ class _PipelineAnalysis:
         f'rank {rank} to rank {to}',
         '',
       )
-
-
-def _part(path: str) -> str:
-  """The part of memory that an argument of the step belongs to; the state is the first argument."""
-  if not path.startswith('0/') and path != '0':
-    return 'batch'
-  return next((key for key in path.split('/') if key in ('params', 'opt_state')), '')
 
 
 def _in_loop(send: Send) -> bool:

@@ -45,8 +45,7 @@ def host_bytes(lowered: LoweredStep) -> int:
 
 def argument_bytes(lowered: LoweredStep) -> tuple[int, int, int, int]:
   """Bytes on a device of the parameters, the optimizer state, the rest of the state, and the batch."""
-  parts = {'params': 0, 'opt_state': 0, '': 0}
-  for row in lowered.rows:
-    part = next((part for part in row.path.split('/') if part in parts), '')
-    parts[part] += row.bytes_per_device if row.memory is None else 0
-  return parts['params'], parts['opt_state'], parts[''], lowered.batch_bytes
+  sizes = {'params': 0, 'opt_state': 0, '': 0}
+  for row, part in zip(lowered.rows, lowered.parts, strict=True):
+    sizes[part] += row.bytes_per_device if row.memory is None else 0
+  return sizes['params'], sizes['opt_state'], sizes[''], lowered.batch_bytes

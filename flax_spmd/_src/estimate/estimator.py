@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
@@ -56,11 +57,11 @@ from flax_spmd._src.jit.named_axis import number_of_groups
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.names.nnx_variables import arrays_of
+from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import size_text
-from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import EstimatorError, TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
@@ -151,9 +152,8 @@ class Estimator:
     constrained = self._lowering.with_batch
     self._with_batch = constrained and _AnalyzedStep(constrained, self._platform, True)
     batch = self._train_step.batch
-    self._parts = [
-      _part(path[1:]) if path[0].idx == 0 else 'batch' for path, _ in self._lowering.leaves(batch)
-    ]
+    parts = [*leaf_parts(self._lowering.state), *['batch'] * len(jax.tree.leaves(batch))]
+    self._parts = [parts[place] for place in self._lowering.places]
     self._collect_names()
 
   def _collect_names(self) -> None:
@@ -250,7 +250,7 @@ class Estimator:
   def _estimate(self, layout: Layout, target: Target, partition: bool, groups: int) -> Outcome:
     sizes = axis_sizes(layout.mesh)
     batch = abstract_batch(self._train_step, layout)
-    arrays = [array for _, array in self._lowering.leaves(batch)]
+    arrays = self._lowering.leaves(batch)
     shardings = self._lowering.shardings(layout, batch)
     program = self._program
     if self._with_batch and self._lowering.batch_under(layout, batch):
@@ -428,9 +428,3 @@ def _resolve(
   raise_problems([problem.at('constraint') for problem in resolution.problems])
   entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
   return [None if entry is UNCONSTRAINED else _sharded(entry, layout.mesh) for entry in entries]
-
-
-def _part(path: Any) -> str:
-  """The part of the state that an array belongs to, by its path."""
-  names = path_string(path).split('/')
-  return next((name for name in names if name in ('params', 'opt_state')), '')

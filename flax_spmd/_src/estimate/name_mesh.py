@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from jax.tree_util import KeyPath
 
 from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
@@ -85,9 +84,9 @@ class NamedLowering(NamedTuple):
   jaxpr: Any
   with_batch: NamedLowering | None = None
 
-  def leaves(self, batch: Any) -> list[tuple[KeyPath, Any]]:
-    """The leaves of `arguments` with their paths in `(state, batch)`; `batch` as in `batch_under`."""
-    every = jax.tree_util.tree_leaves_with_path((self.state, batch))
+  def leaves(self, batch: Any) -> list[Any]:
+    """The leaves of `arguments`; `batch` as in `batch_under`."""
+    every = jax.tree.leaves((self.state, batch))
     return [every[place] for place in self.places]
 
   def shardings(self, layout: Layout, batch: Any) -> list[NamedSharding]:
@@ -120,7 +119,7 @@ class NamedLowering(NamedTuple):
     """
     dynamic = jax.tree.structure(self.arguments).unflatten(
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for (_, leaf), sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
+      for leaf, sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
     )
     return self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
 

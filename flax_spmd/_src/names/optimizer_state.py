@@ -202,6 +202,9 @@ def are_optimizer_state(tree: Any, is_unit: Callable[[Any], bool]) -> list[bool]
   return [state for state, count in zip(states, counts) for _ in range(count)]
 
 
+_STATES = ('State', 'ApplyEvery')  # ends of the names of Optax's types
+
+
 class OptaxState:
   """Base class of nodes that stand for a state of Optax in a tree."""
 
@@ -214,7 +217,7 @@ def optax_fields() -> list[frozenset[str]]:
   return [
     frozenset(kind._fields)
     for kind in kinds
-    if isinstance(kind, type) and kind.__name__.endswith('State') and hasattr(kind, '_fields')
+    if isinstance(kind, type) and kind.__name__.endswith(_STATES) and hasattr(kind, '_fields')
   ]
 
 
@@ -223,7 +226,7 @@ def _is_optax_type(kind: type) -> bool:
   """Whether nodes of a type are states of Optax; `LookaheadParams` are not."""
   if issubclass(kind, OptaxState):
     return True
-  return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith('State')
+  return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith(_STATES)
 
 
 class _Parameters:

@@ -153,6 +153,24 @@ class TreeNames:
     return [a or b for a, b in zip(self.of_optax, below, strict=True)]
 
   @functools.cached_property
+  def parts(self) -> list[str]:
+    """The part of a state that each unit belongs to: 'params', 'opt_state', or '' for the rest.
+
+    Parameters are below a key `params`, or in an `nnx.Param`. Of a tree with neither, they are all arrays of real or
+    complex numbers outside of optimizer state.
+    """
+    marked = [
+      'params' in path.split('/') or compat.is_parameter_type(type(unit))
+      for path, unit in zip(self.paths, self.units, strict=True)
+    ]
+    apart = self.optimizer
+    if not any(one and not other for one, other in zip(marked, apart, strict=True)):
+      marked = [_is_inexact(value) for value in self.values]
+    return [
+      'opt_state' if other else 'params' if one else '' for one, other in zip(marked, apart, strict=True)
+    ]
+
+  @functools.cached_property
   def of_optax(self) -> list[bool]:
     """Whether each unit is part of an Optax state."""
     return are_optimizer_state(self.tree, is_unit)
@@ -336,9 +354,23 @@ def leaf_names(tree: Any, *, logical_only: bool = False) -> list[Any]:
   ]
 
 
+def leaf_parts(tree: Any) -> list[str]:
+  """The part of a state that each leaf belongs to, in the order of `jax.tree.leaves(tree)`; see `TreeNames.parts`."""
+  names = TreeNames(tree)
+  return [
+    part for part, value in zip(names.parts, names.values, strict=True) for _ in jax.tree.leaves(value)
+  ]
+
+
 def names_of(static: Static, shape: Shape) -> Any:
   """The names of an array, one per dimension; a bare string, which the planner reports, stays."""
   return static.names if isinstance(static.names, str) else padded(static.names, len(shape))
+
+
+def _is_inexact(value: Any) -> bool:
+  """Whether all arrays of a value are of real or complex numbers."""
+  dtypes = [getattr(leaf, 'dtype', None) for leaf in jax.tree.leaves(value)]
+  return all(dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact) for dtype in dtypes)
 
 
 def _tail(path: KeyPath) -> KeyPath:

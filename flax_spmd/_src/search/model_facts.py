@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax
 from flax_spmd._src.compare.train_step import TrainStepLike, train_step_on
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
+from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.search.candidate import MIN_SIZE
 
@@ -87,21 +88,22 @@ def facts_of(
   """
   layout = Layout(abstract_mesh(axes or {'all': 1}))
   train_step = train_step_on(layout, train_step)
-  rows = layout.rows(layout.abstract(train_step.create, *train_step.args))
+  state = layout.abstract(train_step.create, *train_step.args)
+  rows, parts = layout.rows(state), leaf_parts(state)
   if names is None:
     names, parameters, together = _names_of_state(rows)
   first = _batch_names(train_step.placements)
   leaves = jax.tree.leaves(train_step.batch)
   sizes = tuple(sorted({leaf.shape[0] for leaf in leaves if getattr(leaf, 'shape', ())}))
   known = {**names, **{name: sizes for name in first if name not in names}}
-  paths = () if parameters else _path_kinds(rows)
+  paths = () if parameters else _path_kinds(rows, parts)
   elements = sum(math.prod(getattr(leaf, 'shape', ())) for leaf in leaves)
   return ModelFacts(
     known,
     parameters,
     together,
     first & known.keys(),
-    _min_sizes(rows),
+    _min_sizes(row for row, part in zip(rows, parts, strict=True) if part != 'opt_state'),
     paths,
     max(1, elements),
     tuple(row.path for row in rows),
@@ -138,7 +140,7 @@ def _batch_names(placements: Any) -> frozenset[str]:
 
 def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:
   """Up to two values of `min_size`, each of which shards another set of arrays."""
-  elements = [math.prod(row.shape) for row in rows if not row.path.startswith('opt_state/')]
+  elements = [math.prod(row.shape) for row in rows]
   by_count: dict[int, int] = {}
   for min_size in _MIN_SIZES:
     count = sum(size >= min_size for size in elements)
@@ -147,12 +149,18 @@ def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:
   return tuple(by_count.values())[:2] or (MIN_SIZE,)
 
 
-def _path_kinds(rows: Iterable[Row]) -> tuple[PathKind, ...]:
+def _path_kinds(rows: Sequence[Row], parts: Sequence[str]) -> tuple[PathKind, ...]:
   """Kinds of parameters with two or more dimensions."""
+  copies = {
+    tail
+    for row, part in zip(rows, parts, strict=True)
+    if part == 'opt_state'
+    for tail in _tails(row.path)
+  }
   paths = {
-    row.path.partition('params/')[2]: row.shape
-    for row in rows
-    if len(row.shape) > 1 and 'params/' in row.path and 'opt_state' not in row.path
+    _shared_tail(row.path, copies): row.shape
+    for row, part in zip(rows, parts, strict=True)
+    if part == 'params' and len(row.shape) > 1
   }
   loose = len(paths) > _MANY
   kinds: dict[tuple[str, int], set[tuple[int, ...]]] = {}
@@ -166,3 +174,15 @@ def _path_kinds(rows: Iterable[Row]) -> tuple[PathKind, ...]:
     for (text, _), shapes in sorted(kinds.items())
     if patterns.count(text) == 1
   )
+
+
+def _shared_tail(path: str, copies: Container[str]) -> str:
+  """The end of a parameter's path that its copies in the optimizer state have too: all of it below `params`, if that is a key."""
+  _, key, below = f'/{path}'.partition('/params/')
+  return below if key else next((tail for tail in _tails(path) if tail in copies), path)
+
+
+def _tails(path: str) -> list[str]:
+  """The ends of a path, from the longest."""
+  keys = path.split('/')
+  return ['/'.join(keys[first:]) for first in range(len(keys))]

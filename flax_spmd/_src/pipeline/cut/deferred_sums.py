@@ -419,10 +419,8 @@ class _Parts:
         given = dict(zip(parts, arrays, strict=True))  # noqa: B023
         return eq.run(equations, whole | given, results)  # noqa: B023
 
-      name = compat.GroupAxisName('part')  # the devices of a part compute a convolution, in a `shard_map`
-      mapped = jax.vmap(
-        run, [places], axis_size=self._count(over), axis_name=name, spmd_axis_name=over
-      )
+      name = compat.GroupAxisName('part')  # convolutions of parts are in a `shard_map`
+      mapped = jax.vmap(run, [places], axis_size=self._count(over), axis_name=name, spmd_axis_name=over)
       with jax.sharding.use_abstract_mesh(self._mesh):
         found = mapped([*parts.values()])
       known |= zip(results, found, strict=True)
