@@ -295,6 +295,46 @@ def test_a_bare_function_is_not_a_train_step():
   )
 
 
+def of_four(params, opt_state, x, y):
+  return params
+
+
+def own_state(rng, size, *shapes, **options):
+  return {}
+
+
+def returned(value=None):
+  return value
+
+
+@pytest.mark.parametrize(
+  'given', [lambda train_step: train_step, lambda train_step: lambda layout: train_step]
+)
+def test_functions_of_a_train_step_that_take_other_arguments(given):
+  batch = jax.ShapeDtypeStruct((8,), 'float32')
+
+  def error_of(step, create, args=()):
+    with pytest.raises(TypeError) as caught:
+      compare(given(TrainStep(step, create, batch, args)), layouts(), TARGET)
+    return str(caught.value)
+
+  assert (
+    error_of(of_four, returned)
+    == dedent("""\
+    A training step is called as step(state, batch), but of_four(params, opt_state, x, y) takes other arguments.
+    Fix: pass a function of two arguments, such as lambda state, batch: of_four(state, *batch) for a batch that is a tuple, or of_four(*state, *batch) if the state is one, too.""")
+  )
+  assert error_of(None, returned).startswith(
+    'A training step is called as step(state, batch), but step is of type NoneType.\nFix: '
+  )
+  assert error_of(lambda state, batch: state, {'w': 1}) == dedent("""\
+    TrainStep calls create(*args), with 0 arguments, but create is of type dict.
+    Fix: pass a function that returns the state, lambda: state.""")
+  assert error_of(jax.jit(lambda state, batch: state), own_state, (1,)) == dedent("""\
+    TrainStep calls create(*args), with 1 argument, but own_state(rng, size, *shapes, **options) takes other arguments.
+    Fix: pass its arguments, TrainStep(step, create, batch, args=(...)).""")
+
+
 @pytest.mark.parametrize(
   ('layouts', 'problem'),
   [

@@ -31,7 +31,7 @@ from flax_spmd._src.compare.lowering import (
   identity_of,
   layout_on_target,
 )
-from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
+from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, check_step, train_step_on
 from flax_spmd._src.compat import program_bytes, target_devices
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
@@ -128,6 +128,8 @@ class CutStep(NamedTuple):
 def cut_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target) -> CutStep:
   """Cuts a step into stages; arguments and errors as for `lower_pipeline`."""
   layout = layout_on_target(pipeline.layout, target)
+  if pipeline.step is not None:
+    check_step(pipeline.step)
   with target_devices(target.chip.platform):
     whole = train_step_on(layout, train_step)
     state, batch = abstract_arguments(whole, layout)
@@ -168,6 +170,7 @@ def lower_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target
   Raises:
     TargetDeviceError: the mesh and the target differ in their number of devices.
     PipelineError: the step cannot be cut, or has no microbatch loop.
+    TypeError: the step takes other arguments than a state and a batch.
     LayoutError: logical names do not fit the arrays.
     Exception: any error that the model raises while it is traced.
   """

@@ -23,6 +23,7 @@ from flax_spmd._src.jit.foreign_meshes import explained_mesh_errors
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import plural
 
 
 @set_module('flax_spmd.explore')
@@ -96,9 +97,13 @@ def check_train_step(value: Any, caller: str) -> None:
     caller: name of that function, for the error text.
 
   Raises:
-    TypeError: the value is neither. The text shows how to write the call.
+    TypeError: the value is neither, or the functions of the `TrainStep` take other arguments. The text shows how to write
+      the call.
   """
-  if isinstance(value, TrainStep) or _takes_one_argument(value):
+  if isinstance(value, TrainStep):
+    _check_functions(value)
+    return
+  if _accepts(value, 1):
     return
   kind = 'function' if callable(value) else type(value).__name__
   raise TypeError(
@@ -108,22 +113,61 @@ def check_train_step(value: Any, caller: str) -> None:
   )
 
 
-def _takes_one_argument(value: Any) -> bool:
-  """Whether a value can be called with a layout alone."""
-  if not callable(value):
+def check_step(step: Any) -> None:
+  """Raises unless a step can be called with a state and a batch.
+
+  Raises:
+    TypeError: it takes other arguments, or is no function.
+  """
+  if not _accepts(step, 2):
+    name = getattr(step, '__name__', 'step')
+    raise TypeError(
+      f'A training step is called as step(state, batch), but {_other(step, "step")}.\n'
+      f'Fix: pass a function of two arguments, such as lambda state, batch: {name}(state, *batch) for a batch that is a tuple, '
+      f'or {name}(*state, *batch) if the state is one, too.'
+    )
+
+
+def _check_functions(train_step: TrainStep) -> None:
+  """Raises unless the functions of a `TrainStep` can be called as it calls them."""
+  check_step(train_step.step)
+  create, count = train_step.create, len(train_step.args)
+  if not _accepts(create, count):
+    of_arguments = 'pass its arguments, TrainStep(step, create, batch, args=(...)).'
+    fix = of_arguments if callable(create) else 'pass a function that returns the state, lambda: state.'
+    raise TypeError(
+      f'TrainStep calls create(*args), with {plural(count, "argument")}, but {_other(create, "create")}.\nFix: {fix}'
+    )
+
+
+def _accepts(function: Any, count: int) -> bool:
+  """Whether a value is a function that can be called with a number of positional arguments."""
+  if not callable(function):
     return False
   try:
-    inspect.signature(value).bind(None)
-  except (TypeError, ValueError):  # other arguments, or a builtin without a signature
+    inspect.signature(function).bind(*[None] * count)
+  except TypeError:
     return False
+  except ValueError:  # a builtin without a signature
+    pass
   return True
+
+
+def _other(function: Any, name: str) -> str:
+  """A function with the names of its parameters, or the type of another value, as the subject of an error."""
+  if not callable(function):
+    return f'{name} is of type {type(function).__name__}'
+  parameters = inspect.signature(function).parameters.values()
+  marks = {inspect.Parameter.VAR_POSITIONAL: '*', inspect.Parameter.VAR_KEYWORD: '**'}
+  names = (f'{marks.get(each.kind, "")}{each.name}' for each in parameters)
+  return f'{getattr(function, "__name__", name)}({", ".join(names)}) takes other arguments'
 
 
 def train_step_on(layout: Layout, train_step: TrainStepLike) -> TrainStep:
   """The training step for a layout: itself, or the result of its function.
 
   Raises:
-    TypeError: the function returns something else.
+    TypeError: the function returns something else, or a `TrainStep` whose functions take other arguments.
     MeshError: the function asks an abstract mesh for its devices.
     Exception: any error that the function raises.
   """
@@ -137,4 +181,5 @@ def train_step_on(layout: Layout, train_step: TrainStepLike) -> TrainStep:
       f'{name}, which was passed in place of a TrainStep, returned {type(result).__name__} for a layout.\n'
       'Fix: return TrainStep(step, create, batch), with TrainStep from flax_spmd.explore.'
     )
+  _check_functions(result)
   return result
