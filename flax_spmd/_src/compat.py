@@ -47,6 +47,8 @@ from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import lib as jax_lib
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
+from jax._src.callback import io_callback_p, pure_callback_p
+from jax._src.debugging import debug_callback_p, debug_print_p, inspect_sharding_p
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax._src.interpreters.mlir import build_mlir_module_helper
 from jax._src.lib import _jax, xla_client
@@ -1526,7 +1528,7 @@ def _compiled(code: bytes, devices: np.ndarray, flags: Mapping[str, Any]) -> Any
     )
 
 
-# -- custom partitioning for them; true of jax 0.10.2 to 0.12
+# -- custom partitioning and calls of Python for them; true of jax 0.10.2 to 0.12
 
 
 def lower_for_target(traced: Any, platform: str, mesh: Any) -> Any:
@@ -1536,6 +1538,9 @@ def lower_for_target(traced: Any, platform: str, mesh: Any) -> Any:
   devices, and this process. Here the function is partitioned at once: a first lowering contains a placeholder, from
   which Shardy determines the shardings of the operands and results; in a second one, the function's own lowering for
   these shardings is in a `shard_map`.
+
+  Calls of Python (`is_python_call`) need this process, too, and are left out. In the place of their results are numbers of
+  which the compiler knows nothing either.
 
   Args:
     traced: program as `jax.jit(f).trace(...)` returns it.
@@ -1552,7 +1557,7 @@ def lower_for_target(traced: Any, platform: str, mesh: Any) -> Any:
     function = _partitioned(mesh, *axes[str(next(numbers))], **params)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
 
-  return _lowered_by(rule, traced, platform)
+  return _lowered_by(rule, traced, platform, mesh)
 
 
 def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
@@ -1567,15 +1572,20 @@ def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
 
   # XLA for GPUs replaces products of ragged groups by dense ones before it propagates shardings.
   with jax_config.jax_ragged_dot_use_ragged_dot_instruction(platform == 'tpu'):
-    return _lowered_by(rule, traced, platform)
+    return _lowered_by(rule, traced, platform, mesh)
 
 
 PLACEHOLDER = 'CustomSPMDPartitioning'
-_callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
+_PYTHON_CALLS = (pure_callback_p, io_callback_p, debug_callback_p, debug_print_p, inspect_sharding_p)
 _needs_lock = threading.RLock()  # one thread at a time changes which primitives need them
 
 
-def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
+def is_python_call(equation: Any) -> bool:
+  """Whether an operation is a call of Python while the program runs, such as that of `jax.debug.print`."""
+  return equation.primitive in _PYTHON_CALLS[:-1]
+
+
+def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str, mesh: Any) -> Any:
   """Lowers a program with a rule of its own for `custom_partitioning`, except in a `shard_map` over all axes."""
 
   def applied(ctx: Any, *values: Any, **params: Any) -> Any:
@@ -1586,19 +1596,42 @@ def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
       return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
     return rule(ctx, *values, **params)
 
-  parameters = mlir.LoweringParameters(
-    override_lowering_rules=cast(Any, ((custom_partitioning.custom_partitioning_p, applied),))
-  )
+  def without_python(ctx: Any, *values: Any, **params: Any) -> Any:
+    if not ctx.avals_out:
+      ctx.set_tokens_out(ctx.tokens_in)
+      return []
+    is_manual = bool(getattr(ctx.module_context.axis_context, 'manual_axes', None))
+    numbers = functools.partial(_unknown_numbers, ctx.avals_out, None if is_manual else mesh)
+    return mlir.lower_fun(numbers, multiple_results=True)(ctx, *values)
+
+  rules = [(custom_partitioning.custom_partitioning_p, applied)]
+  rules += [(primitive, without_python) for primitive in _PYTHON_CALLS]
+  parameters = mlir.LoweringParameters(override_lowering_rules=cast(Any, tuple(rules)))
   with _needs_lock:
     needing = dispatch.prim_requires_devices_during_lowering
-    others = {primitive for primitive in needing if primitive.name not in _callbacks}
-    needing -= others
+    before = {*needing}
+    needing.clear()
     dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
     try:
       return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     finally:
-      needing |= others
+      needing |= before
       dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+
+
+def _unknown_numbers(avals: Sequence[Any], mesh: Any, *operands: Any) -> Any:
+  """Numbers, behind a barrier, in the place of the results of a call of Python, to which a device sends all operands.
+
+  Args:
+    avals: shape and dtype of the results.
+    mesh: mesh of the program; None in a `shard_map`.
+    operands: the operands, on which the numbers depend as results do.
+  """
+  if mesh is not None:
+    whole = NamedSharding(mesh, PartitionSpec())
+    operands = tuple(jax.lax.with_sharding_constraint(one, whole) for one in operands)
+  numbers = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+  return jax.lax.optimization_barrier((operands, numbers))[1]
 
 
 def _placeholder(

@@ -61,7 +61,7 @@ def source_line(source: Any) -> str:
   if not frames:
     return UNKNOWN_LINE
   user = frames[user_frame([match[1] for match in frames])]
-  return line_text(user[1], int(user[2]))
+  return UNKNOWN_LINE if _is_package(user[1]) else line_text(user[1], int(user[2]))
 
 
 @functools.lru_cache(4096)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src import compat
 from flax_spmd._src.compare.activation_moves import unconstrained_axes
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
@@ -32,6 +33,7 @@ from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.names.nnx_variables import arrays_of, first_places
 from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.plan.rows import Row
+from flax_spmd._src.source_lines import source_line
 from flax_spmd.errors import TargetDeviceError
 
 
@@ -49,6 +51,7 @@ class LoweredStep(NamedTuple):
     findings: suspicious things about the layout, one line each.
     unconstrained: the mesh axes of both state and batch, if the step has no constraint.
     unused_bytes: bytes on one device of the arrays that the step does not use, and the program does not have.
+    left_out: the calls of Python, in one line; see `python_calls`.
   """
 
   code: bytes
@@ -61,6 +64,7 @@ class LoweredStep(NamedTuple):
   findings: list[str]
   unconstrained: tuple[str, ...] = ()
   unused_bytes: int = 0
+  left_out: tuple[str, ...] = ()
 
   @property
   def mesh(self) -> dict[str, int]:
@@ -98,7 +102,7 @@ def lower(
   used = set(used_arguments(lowered))
   of_state, of_batch = arrays_of(state), jax.tree.leaves(batch)
   described = describe_arguments(abstract, state, batch)
-  findings = []
+  findings, left_out = [], python_calls(traced.jaxpr)
   if with_findings:
     shapes = [array.shape for array in of_state]
     findings += doubtful_operations_of(traced.jaxpr, lambda: [lowered], abstract.mesh)
@@ -107,11 +111,12 @@ def lower(
     code=program_bytes(lowered),
     identity=identity_of(lowered, text),
     dtype=dtype_of(text),
-    findings=[*findings, *described.findings],
+    findings=[*left_out, *findings, *described.findings],
     unconstrained=unconstrained_axes(state, batch, traced.jaxpr),
     unused_bytes=sum(
       _bytes_on_device(array) for index, array in enumerate([*of_state, *of_batch]) if index not in used
     ),
+    left_out=left_out,
   )
 
 
@@ -121,6 +126,19 @@ def doubtful_operations_of(jaxpr: Any, lower: Callable[[], Iterable[Any]], mesh:
     f'{each.reason}: {each.lines[0]}{f" and {len(each.lines) - 1} more" * (len(each.lines) > 1)}. Fix: {each.fix}'
     for each in doubtful_operations(jaxpr, lower, mesh)
   ]
+
+
+def python_calls(jaxpr: Any) -> tuple[str, ...]:
+  """A line that lists the calls of Python of a step, if it has any: a program for absent devices does not have them."""
+  lines = [
+    f'{equation.primitive.name} at {source_line(equation.source_info)}'
+    for equation in compat.equations_in(jaxpr)
+    if compat.is_python_call(equation)
+  ]
+  listed = ', '.join(dict.fromkeys(lines))
+  return (f'calls of Python are left out, with all that is computed for them alone: {listed}',) * bool(
+    lines
+  )
 
 
 def layout_on_target(layout: Layout, target: Target) -> Layout:

@@ -30,6 +30,7 @@ from flax_spmd._src.compare.lowering import (
   dtype_of,
   identity_of,
   layout_on_target,
+  python_calls,
 )
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, check_step, train_step_on
 from flax_spmd._src.compat import program_bytes, target_devices
@@ -185,7 +186,7 @@ def lower_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target
   )
   return LoweredPipeline(
     layout,
-    on_rank._replace(findings=[*doubtful, *on_rank.findings]),
+    on_rank._replace(findings=[*python_calls(cut.jaxpr), *doubtful, *on_rank.findings]),
     programs,
     plan,
     [*leaf_parts(cut.state), *['batch'] * len(jax.tree.leaves(cut.batch))],

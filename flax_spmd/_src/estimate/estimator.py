@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
-from flax_spmd._src.compare.lowering import abstract_batch, lower
+from flax_spmd._src.compare.lowering import abstract_batch, lower, python_calls
 from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.step_outcome import argument_bytes, step_outcome
@@ -224,7 +224,7 @@ class Estimator:
     used = sum(argument_bytes(lowered)) - lowered.unused_bytes
     outcome = step_outcome('', lowered, step.counts, step.memory, step.memory - used, target)
     unknown = [f'the costs of the kernel {name} are unknown' for name, _ in step.counts.opaque]
-    doubts = dict.fromkeys((*outcome.doubts, *step.doubts, *unknown))
+    doubts = dict.fromkeys((*lowered.left_out, *outcome.doubts, *step.doubts, *unknown))
     close = _memory_doubts(step.memory, target.chip.memory, _MEMORY_ERROR[PARTITIONED])
     return outcome._replace(source=PARTITIONED, doubts=(*doubts, *close))
 
@@ -271,7 +271,7 @@ class Estimator:
       temporaries = costs.temporaries
     memory = self._memory(argument_bytes, on_host, temporaries, is_partitioned)
     source = PARTITIONED if is_partitioned else ESTIMATED
-    doubts = (*costs.counts.doubts(), *costs.doubts)
+    doubts = (*python_calls(self._lowering.jaxpr), *costs.counts.doubts(), *costs.doubts)
     if not is_partitioned:
       doubts = (_unchecked(target.chip.platform), *doubts)
     if groups != self._groups and not is_partitioned:

@@ -22,6 +22,8 @@ from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import (
+  equations_in,
+  is_python_call,
   lower_with_placeholders,
   program_bytes,
   target_devices,
@@ -55,6 +57,10 @@ _AXES_OF_BATCH = (
   'The placements of the batch have mesh axes, so its logical names alone do not decide its layout.\n'
   "Fix: give its dimensions logical names, such as ('batch', None), or choose the layouts, and compile them with "
   'spmd.compare.'
+)
+_ORDERED = (
+  'The step calls Python with ordered=True, so its program has arguments for this order, and none for all layouts.\n'
+  'Fix: pass ordered=False, or choose the layouts, and compile them with spmd.compare.'
 )
 _SPARE_AXIS = '_'  # of size 2, and without rules: JAX drops all shardings on a mesh of one device
 
@@ -134,7 +140,7 @@ def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) ->
       size.
 
   Raises:
-    EstimatorError: the step or the state uses mesh axes.
+    EstimatorError: the step or the state uses mesh axes, or calls Python in a fixed order.
     LayoutError: the step was already jitted by a layout.
     Exception: any error that the step raises while it is traced.
   """
@@ -167,6 +173,8 @@ def _lowered_on(
   state, batch = abstract_arguments(train_step, layout)
   jitted = train_step.jitted(layout, donate=True)
   traced = (jitted.with_batch(constrained) if constrained else jitted).trace(state, batch)
+  if any(is_python_call(one) and one.params.get('ordered') for one in equations_in(traced.jaxpr)):
+    raise EstimatorError(_ORDERED)
   lowered = lower_with_placeholders(traced, platform, layout.mesh)
   code, used = program_bytes(lowered), used_arguments(lowered)
   places, arguments = first_places((state, batch)), lowered.args_info

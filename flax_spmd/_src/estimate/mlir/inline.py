@@ -46,6 +46,9 @@ _COPIES = {  # operations whose result may be one of their operands, by its posi
   'stablehlo.dynamic_slice': 0,
   'stablehlo.dynamic_update_slice': 1,
 }
+_EFFECTS = frozenset(
+  f'stablehlo.{kind}' for kind in ('custom_call', 'infeed', 'outfeed', 'recv', 'send')
+)
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -448,10 +451,8 @@ def _number(attribute: Any) -> float:
 def erase_dead(module: Any) -> None:
   """Erases operations without uses: Shardy would too, and the graph, which is read before, would not match any more."""
   for op in reversed(list(_all_ops(module))):
-    is_pure = (
-      op.name.startswith('stablehlo.') and op.name != 'stablehlo.custom_call' and not len(op.regions)
-    )
-    if is_pure and len(op.results) and not any(list(value.uses) for value in op.results):
+    is_dead = len(op.results) and not any(list(value.uses) for value in op.results)
+    if is_dead and not any(each.name in _EFFECTS for each in (op, *_all_ops(op))):
       op.erase()
 
 

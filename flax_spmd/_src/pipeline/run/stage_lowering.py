@@ -161,10 +161,13 @@ class LoweredStages:
       donate_argnums=donated,
       keep_unused=True,
     )
-    platforms = None if platform is None else (platform,)
     # a block around the call may have set a mesh of another size
     with compat.without_mesh(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      lowered = jitted.trace(*arguments).lower(lowering_platforms=platforms)
+      traced = jitted.trace(*arguments)
+      if platform is None:
+        lowered = traced.lower()
+      else:
+        lowered = compat.lower_for_target(traced, platform, mesh.abstract_mesh)
     return LoweredStage(lowered, donated, compat.required_results(lowered, mesh))
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
