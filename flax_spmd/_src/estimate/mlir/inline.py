@@ -46,9 +46,8 @@ _COPIES = {  # operations whose result may be one of their operands, by its posi
   'stablehlo.dynamic_slice': 0,
   'stablehlo.dynamic_update_slice': 1,
 }
-_EFFECTS = frozenset(
-  f'stablehlo.{kind}' for kind in ('custom_call', 'infeed', 'outfeed', 'recv', 'send')
-)
+_CUSTOM_CALL = 'stablehlo.custom_call'
+_EFFECTS = frozenset(f'stablehlo.{kind}' for kind in ('infeed', 'outfeed', 'recv', 'send'))
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -452,8 +451,14 @@ def erase_dead(module: Any) -> None:
   """Erases operations without uses: Shardy would too, and the graph, which is read before, would not match any more."""
   for op in reversed(list(_all_ops(module))):
     is_dead = len(op.results) and not any(list(value.uses) for value in op.results)
-    if is_dead and not any(each.name in _EFFECTS for each in (op, *_all_ops(op))):
+    if is_dead and not any(map(_has_effects, (op, *_all_ops(op)))):
       op.erase()
+
+
+def _has_effects(op: Any) -> bool:
+  if op.name == _CUSTOM_CALL:
+    return 'has_side_effect' in op.attributes and ir.BoolAttr(op.attributes['has_side_effect']).value
+  return op.name in _EFFECTS
 
 
 def _constant(value: Any) -> Any:

@@ -51,6 +51,7 @@ from flax_spmd._src.estimate.mlir.single_operation import (
   bytecode,
   reshard_program,
 )
+from flax_spmd.errors import EstimatorError
 
 _PREPARE = (
   'builtin.module(symbol-dce,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
@@ -59,6 +60,10 @@ _PREPARE = (
 )
 _DONATION = ('tf.aliasing_output', 'jax.buffer_donor')
 _Program = TypeVar('_Program')
+_ERASED = (
+  'Shardy erases operations of the step, so their shardings cannot be read.\n'
+  'Fix: choose the layouts, and compile them with spmd.compare.'
+)
 _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 
 
@@ -75,7 +80,7 @@ class PreparedModule:
     graph: the program as plain values.
 
   Raises:
-    EstimatorError: the step contains operations that cannot be estimated, such as `shard_map`.
+    EstimatorError: the step contains operations that cannot be estimated, such as `shard_map`, or that Shardy erases.
   """
 
   graph: Graph
@@ -100,6 +105,7 @@ class PreparedModule:
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
       self._propagation = passmanager.PassManager.parse(_PROPAGATE)
       self._propagation.enable_verifier(False)  # it takes a sixth of the time
+      self._check_kept()
       main = main_of(self._module.operation)
       reader = GraphReader()
       self.graph = reader.graph(main)
@@ -111,6 +117,14 @@ class PreparedModule:
       self._makers = {number: op for op, numbers in zip(walk(main), self._results) for number in numbers}
       self._replicated: list[Spec] = [replicated(len(value.shape)) for value in self.graph.values]
       self._slots = list(slots_of(main))
+
+  def _check_kept(self) -> None:
+    """Raises if propagation erases operations: reading these afterwards would end the process."""
+    copy = self._module.operation.clone()
+    before = [op.name for op in walk(main_of(copy))]
+    self._propagation.run(copy)
+    if [op.name for op in walk(main_of(copy))] != before:
+      raise EstimatorError(_ERASED)
 
   @property
   def constraints(self) -> set[tuple[LogicalSharding, tuple[int, ...]]]:
