@@ -382,7 +382,15 @@ def test_a_model_that_reads_boxed_variables_directly():
     'LogicallyPartitioned' object has no attribute 'T': it is a box around an array, with names ('vocab', 'embed').
     Fix: pass flax_spmd.unbox(variables) to a model that reads its variables directly, or create them without boxes, by layout.init(..., boxed=False).""")
   )
-  assert not hasattr(params['params']['embed']['embedding'], 'other')
+  box = params['params']['embed']['embedding']
+  assert not hasattr(box, 'other')
+  expected = dedent("""\
+    LogicallyPartitioned(float32[8,4], names=('vocab', 'embed')) is a box around an array, and no array.
+    Fix: pass flax_spmd.unbox(variables) to a model that reads its variables directly, or create them without boxes, by layout.init(..., boxed=False).""")
+  for read in (jnp.transpose, jnp.asarray, lambda each: jnp.ones(8) @ each):
+    with pytest.raises(TypeError) as found:
+      read(box)
+    assert str(found.value) == expected
 
 
 def test_a_function_in_the_block_of_another_number_of_devices():

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -229,6 +230,18 @@ def recorded_readers(record: Callable[[str, int], object]) -> Iterator[None]:
   finally:
     resources.stack.pop()
     resources.env = before
+
+
+@contextlib.contextmanager
+def resource_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+  """A block `with mesh:`, of an abstract mesh too."""
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', DeprecationWarning)
+    Mesh.__enter__(cast(Any, mesh))
+  try:
+    yield
+  finally:
+    Mesh.__exit__(cast(Any, mesh), None, None, None)
 
 
 def is_pmapped(fn: Any) -> bool:

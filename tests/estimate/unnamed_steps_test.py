@@ -1,14 +1,20 @@
 """Steps without names: their automatic batch constraints, against compiled programs."""
 
+from random import Random
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jaxlib.mlir import ir
 
 import flax_spmd as spmd
 from flax_spmd import presets
+from flax_spmd._src.compare.lowering import abstract_batch, lower
+from flax_spmd._src.compat import mlir_context
+from flax_spmd._src.estimate.name_mesh import lower_on_names
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 from tests.estimate.doubts import doubts_of
 
@@ -70,6 +76,109 @@ def test_automatic_constraints_that_do_not_divide_are_left_out():
   compiled = compare(train_step, {'fsdp': UNNAMED['fsdp']}, 'cpu:8')['fsdp']
   assert compiled.error is None
   assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
+
+
+EXPERTS = 8
+
+
+class Expert(nn.Module):
+  """Layers with names."""
+
+  @nn.compact
+  def __call__(self, x):
+    for size, names in ((MLP, ('embed', 'mlp')), (EMBED, ('mlp', 'embed'))):
+      kernel = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+      x = nn.Dense(size, kernel_init=kernel)(nn.gelu(x))
+    return x
+
+
+class Mixture(nn.Module):
+  """A `vmap` over experts, and a gate whose bias, if any, counts them."""
+
+  bias: bool
+
+  @nn.compact
+  def __call__(self, x):
+    experts = nn.vmap(
+      Expert,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      axis_size=EXPERTS,
+      metadata_params={nn.PARTITION_NAME: 'expert'},
+    )
+    gates = nn.sigmoid(nn.Dense(EXPERTS, use_bias=self.bias)(x))
+    of_experts = experts()(jnp.broadcast_to(x[None], (EXPERTS, *x.shape)))
+    return jnp.einsum('ebld,ble->bld', of_experts, gates)
+
+
+def experts_step(rows, bias):
+  """A step of that model; its batch has a name of its own."""
+  model = Mixture(bias)
+
+  def step(params, x):
+    value, grads = jax.value_and_grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
+    return jax.tree.map(lambda old, slope: old - 0.1 * slope, params, grads), value
+
+  create = lambda: model.init(jax.random.key(0), jnp.ones((2, 32, EMBED)))
+  x = jax.ShapeDtypeStruct((32, 32, EMBED), jnp.float32)
+  return TrainStep(step, create, x, placements=(rows, None, None))
+
+
+@pytest.mark.parametrize('min_size', [1, 256])
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('rows', ['batch', 'rows'])
+def test_each_layout_decides_whether_the_batch_is_constrained(rows, bias, min_size):
+  """Where an array that counts experts is sharded as well, it is not; any name may be that of the batch."""
+  rules = ((rows, 'data'), spmd.fsdp('data', min_size=min_size))
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), rules)
+  train_step = experts_step(rows, bias)
+  lowering = lower_on_names(train_step, 'cpu')
+  found = lowering.batch_under(layout, abstract_batch(train_step, layout))
+  assert (found is None) == (bias and min_size == 1)
+  if found is not None:
+    assert found.axes == (rows,)
+    codes = lowering.with_batch(found).code, lower(train_step, layout, parse_target('cpu:8')).code
+    with mlir_context():
+      texts = [str(ir.Module.parse(code)) for code in codes]
+    assert texts[0].count('sharding_constraint') == texts[1].count('sharding_constraint') > 0
+
+
+class Sequence(nn.Module):
+  """Layers whose arrays get names, those of weights that a transformation hides, and an embedding."""
+
+  @nn.compact
+  def __call__(self, ids):
+    x = nn.Embed(MLP, EMBED)(ids)
+    for wrap in (nn.WeightNorm, lambda layer: layer):
+      x = x + wrap(nn.Dense(EMBED))(nn.gelu(wrap(nn.Dense(MLP))(x)))
+    return x
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_results_of_layers_are_constrained_as_in_the_compiled_step(seed):
+  """Their batch has its axes whatever the order of the rules; so have lengths, and names that no array has."""
+  random = Random(seed)
+  model = Sequence()
+  ids = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+
+  def step(params, ids):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean(model.apply(p, ids) ** 2))(params)
+    return jax.tree.map(lambda old, slope: old - 0.1 * slope, params, grads), loss
+
+  axes = ('data', 'model', ('data', 'model'), None)
+  rules = [(name, random.choice(axes)) for name in ('in', 'out', 'vocab', 'length')]
+  rules = random.sample(rules, random.randint(1, 4))
+  rules.insert(random.randint(0, len(rules)), ('batch', random.choice(axes[:3])))
+  policies = random.choice(({}, {'conflict': 'skip'}, {'unmatched': 'replicate'}))
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), spmd.Rules(*rules, **policies))
+  create = spmd.names_for(lambda: model.init(jax.random.key(0), jnp.ones((2, 16), jnp.int32)))
+  train_step = TrainStep(spmd.names_for(step), create, ids)
+  estimated = Estimator(train_step, platform='cpu').estimate(layout, parse_target('cpu:8'))
+  [compiled] = compare(train_step, {'it': layout}, 'cpu:8')
+  assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01), rules
+  if not estimated.doubts:
+    wires = [sum(each.counts.by_axis().values()) for each in (estimated, compiled)]
+    assert wires[0] == pytest.approx(wires[1], rel=0.15), rules
 
 
 class Layers(nnx.Module):

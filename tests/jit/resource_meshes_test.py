@@ -88,6 +88,23 @@ def test_what_jax_itself_looks_for_is_not_reported():
   assert messages(lambda: LAYOUT.jit(fn)(X))[1] == []
 
 
+@pytest.mark.parametrize('mesh', [LAYOUT.mesh, spmd.abstract_mesh({'expert': 4, 'replica': 2})])
+@pytest.mark.parametrize('spec', [None, P('expert'), P('absent')])
+def test_a_model_that_looks_for_the_mesh_and_has_nothing_to_constrain_is_not_reported(spec, mesh):
+  """V-MoE looks for the mesh first, then for a spec; others look, then leave CPUs alone."""
+
+  def fn(x):
+    if pxla.thread_resources.env.physical_mesh.empty or spec is None:
+      return jax.jit(jnp.sin)(x)
+    return jax.jit(jnp.sin)(jax.lax.with_sharding_constraint(x, spec))
+
+  jitted = LAYOUT.replace(mesh=mesh).jit(fn)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    jitted.trace(X)
+  assert [one.category for one in caught] == [UserWarning] * (spec is not None)
+
+
 def test_resources_are_unchanged_after_a_trace_and_after_a_failing_one():
   before = pxla.thread_resources.env
 

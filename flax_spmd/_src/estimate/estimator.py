@@ -29,7 +29,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from jax.sharding import NamedSharding
@@ -53,9 +53,11 @@ from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
+from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.named_axis import number_of_groups
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
+from flax_spmd._src.names.layer_outputs import BATCH_OF_LAYER, names_and_rules
 from flax_spmd._src.names.nnx_variables import arrays_of
 from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.public_module import set_module
@@ -149,19 +151,26 @@ class Estimator:
       name for array in state for name in array.sharding.spec if isinstance(name, str)
     )
     self._program = _AnalyzedStep(self._lowering, self._platform)
-    constrained = self._lowering.with_batch
-    self._with_batch = constrained and _AnalyzedStep(constrained, self._platform, True)
+    self._programs: dict[BatchLeaves | None, _AnalyzedStep] = {None: self._program}
     batch = self._train_step.batch
     parts = [*leaf_parts(self._lowering.state), *['batch'] * len(jax.tree.leaves(batch))]
     self._parts = [parts[place] for place in self._lowering.places]
     self._collect_names()
 
+  def _with_batch(self, batch: BatchLeaves | None) -> _AnalyzedStep:
+    """The step with the batch constrained that a layout constrains, if any; lowered where a layout first does."""
+    if batch not in self._programs:
+      lowering = self._lowering.with_batch(cast(BatchLeaves, batch))
+      self._programs[batch] = _AnalyzedStep(lowering, self._platform, True)
+    return self._programs[batch]
+
   def _collect_names(self) -> None:
     sizes: dict[str, set[int]] = {}
     together: set[frozenset[str]] = set()
-    batch = abstract_batch(self._train_step, self._name_layout())
+    batch = abstract_batch(self._train_step, self._lowering.layout)
     named = [(leaf.sharding.spec, leaf.shape) for leaf in arrays_of((self._lowering.state, batch))]
-    named += [(logical.names, shape) for logical, shape in self._program.module.constraints]
+    constraints = self._program.module.constraints
+    named += [(_with_plain_batch(logical.names), shape) for logical, shape in constraints]
     for names, shape in named:
       dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
       for name, size in dims.items():
@@ -169,11 +178,6 @@ class Estimator:
       together |= {frozenset((one, other)) for one in dims for other in dims if one != other}
     self.names = {name: tuple(sorted(values)) for name, values in sorted(sizes.items())}
     self.together = frozenset(together)
-
-  def _name_layout(self) -> Layout:
-    """The layout that the step was lowered under."""
-    mesh = arrays_of(self._lowering.state)[0].sharding.mesh
-    return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout.
@@ -252,9 +256,7 @@ class Estimator:
     batch = abstract_batch(self._train_step, layout)
     arrays = self._lowering.leaves(batch)
     shardings = self._lowering.shardings(layout, batch)
-    program = self._program
-    if self._with_batch and self._lowering.batch_under(layout, batch):
-      program = self._with_batch
+    program = self._with_batch(self._lowering.batch_under(layout, batch))
     lowered = lambda: lower(self._given, layout, target, with_findings=False).code
     bound = self._train_step.with_axis(layout, of_mesh=True)
     costs = program.costs(bound, shardings, target, lowered if partition else None)
@@ -419,12 +421,22 @@ def _resolve(
   layout: Layout, is_automatic: bool, logical: LogicalSharding, shape: tuple[int, ...]
 ) -> ConstraintSpec | None:
   """The mesh axes of a constraint under a layout; None if the layout has no rules for names."""
-  rules = layout.rules
+  names, rules = logical.names, layout.rules
   if not rules.pairs:
     return None
-  resolution = resolve_for_constraint(rules, logical.names, shape, layout.mesh)
+  if BATCH_OF_LAYER in names:
+    found = names_and_rules(_with_plain_batch(names), rules)
+    if found is None:
+      return None
+    names, rules = found
+  resolution = resolve_for_constraint(rules, names, shape, layout.mesh)
   if resolution.problems and is_automatic:
     return None
   raise_problems([problem.at('constraint') for problem in resolution.problems])
   entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
   return [None if entry is UNCONSTRAINED else _sharded(entry, layout.mesh) for entry in entries]
+
+
+def _with_plain_batch(names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+  """The names of a constraint, with `batch` for that of a layer's result."""
+  return tuple('batch' if name == BATCH_OF_LAYER else name for name in names)

@@ -36,7 +36,7 @@ from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.names.nnx_variables import first_places
 from flax_spmd._src.plan.planner import planner_for
 from flax_spmd._src.plan.result_shardings import successors
-from flax_spmd._src.rules.clauses.fsdp_rule import fsdp
+from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import EstimatorError, MeshAxisError
 
@@ -77,7 +77,8 @@ class NamedLowering(NamedTuple):
     places: positions of the leaves of `arguments` in `(state, batch)`, where a shared variable has several.
     used: indices of the leaves of `arguments` that the step uses; the program has no others.
     jaxpr: the step as traced.
-    with_batch: the same step with its batch constrained; None if no layout constrains it.
+    layout: the mesh of names, and their rules.
+    platform: platform that the step is lowered for.
   """
 
   code: bytes
@@ -88,7 +89,8 @@ class NamedLowering(NamedTuple):
   places: list[int]
   used: list[int]
   jaxpr: Any
-  with_batch: NamedLowering | None = None
+  layout: Layout
+  platform: str
 
   def leaves(self, batch: Any) -> list[Any]:
     """The leaves of `arguments`; `batch` as in `batch_under`."""
@@ -117,7 +119,7 @@ class NamedLowering(NamedTuple):
     return [*successors((result, modules), self.arguments), *itertools.chain.from_iterable(of_values)]
 
   def batch_under(self, layout: Layout, batch: Any) -> BatchLeaves | None:
-    """The batch that `layout.jit` constrains under a layout; None if it adds no constraints.
+    """The batch that `layout.jit` constrains under a layout, over its logical name; None if it adds no constraints.
 
     Args:
       layout: layout of the step.
@@ -127,7 +129,16 @@ class NamedLowering(NamedTuple):
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
       for leaf, sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
     )
-    return self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
+    found = self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
+    if found is None:
+      return None
+    named = self.shardings(self.layout, abstract_batch(self.train_step, self.layout))
+    return found._replace(axes=axis_names(named[found.leaves[0]].spec[0]))
+
+  def with_batch(self, batch: BatchLeaves) -> NamedLowering:
+    """The same step with its batch constrained, as `batch_under` returns it."""
+    with target_devices(self.platform):
+      return _lowered_on(self.layout, self.train_step, self.platform, batch)
 
 
 def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) -> NamedLowering:
@@ -160,11 +171,7 @@ def _lowered(train_step: TrainStepLike, platform: str, groups: int) -> NamedLowe
   names, axis_name = _names_of(train_step)
   sizes = {name: groups if name == axis_name else 1 for name in sorted(names)}
   layout = Layout(abstract_mesh(sizes | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in sizes)))
-  lowered = _lowered_on(layout, train_step_on(layout, train_step), platform)
-  found = _batch_of(lowered)
-  if found is None:
-    return lowered
-  return lowered._replace(with_batch=_lowered_on(layout, lowered.train_step, platform, found))
+  return _lowered_on(layout, train_step_on(layout, train_step), platform)
 
 
 def _lowered_on(
@@ -178,15 +185,8 @@ def _lowered_on(
   lowered = lower_with_placeholders(traced, platform, layout.mesh)
   code, used = program_bytes(lowered), used_arguments(lowered)
   places, arguments = first_places((state, batch)), lowered.args_info
-  return NamedLowering(code, train_step, state, arguments, lowered.out_info, places, used, traced.jaxpr)
-
-
-def _batch_of(lowered: NamedLowering) -> BatchLeaves | None:
-  """The batch of a step without names, with the logical name of its first dimension; None if there is none."""
-  mesh = abstract_mesh({_SPARE_AXIS: 2})
-  under = Layout(mesh, Rules(('batch', _SPARE_AXIS), fsdp(_SPARE_AXIS, min_size=1)))
-  found = lowered.batch_under(under, abstract_batch(lowered.train_step, under))
-  return None if found is None else found._replace(axes=('batch',))
+  result, jaxpr = lowered.out_info, traced.jaxpr
+  return NamedLowering(code, train_step, state, arguments, result, places, used, jaxpr, layout, platform)
 
 
 def _names_of(train_step: TrainStepLike) -> tuple[set[str], str | None]:

@@ -28,7 +28,7 @@ from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.late_fetches import with_late_fetches
 from flax_spmd._src.jit.required_shardings import LeafShardings
-from flax_spmd._src.jit.resource_meshes import warn_of_unseen_mesh
+from flax_spmd._src.jit.resource_meshes import called_without_resources
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike
@@ -165,9 +165,8 @@ class TracedFunction:
     with (
       trace_scope(dataclasses.replace(self._in_force, stored=stored)),
       warn_of_unused_annotations(self._fn, self.reported),
-      warn_of_unseen_mesh(self._fn, self.reported),
     ):
-      return self._fn(*args, **kwargs)
+      return called_without_resources(self._fn, self._mesh, self.reported, args, kwargs)
 
   def _inlined(self, anchored: bool, batch: BatchLeaves | None, fetches: bool) -> Any:
     """The function as another program contains it: the trace of the plan, not a new one."""

@@ -165,6 +165,11 @@ class Partitioned(_Base):
         text += f': it is a box around an array, with names {self.names!r}.\n{_READ_DIRECTLY}'
       raise AttributeError(text)
 
+  def __jax_array__(self) -> Any:
+    """Raises: a function of JAX gets a box in place of an array."""
+    text = f'{self!r} is a box around an array, and no array.'
+    raise TypeError(f'{text}\n{_READ_DIRECTLY}')
+
   @property
   def static(self) -> Static:
     """Everything but the value; one object shared by all boxes with the same names."""

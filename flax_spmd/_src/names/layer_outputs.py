@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from flax_spmd._src import compat
-from flax_spmd._src.active_layout import in_force
+from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.constraints import mesh_for_constraints, with_logical_constraint
 from flax_spmd._src.context_values import assigned
 from flax_spmd._src.flax_layers import Output, layer_outputs
@@ -34,9 +34,11 @@ from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.layer_table import Layer, LayerTable, fitted, table_of_flax
 from flax_spmd._src.names.nnx_variables import static_of_variable
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
+from flax_spmd._src.rules.table import Rules
 
 # part of the key of JAX's caches: whether a model of Linen is mapped over examples
 _trace_key = jax.make_user_context(False)
+BATCH_OF_LAYER = '_batch_of_layer'  # the name of the batch of such a result on a mesh of names
 _active: ContextVar[LayerOutputs | None] = ContextVar('flax_spmd_layer_outputs', default=None)
 
 
@@ -167,26 +169,41 @@ def _constrained(result: Any, output: Output, layer: Any, array: Any, static: St
 
 def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
   """A result constrained by names, where the rules and the mesh in force allow that."""
+  report_names((BATCH_OF_LAYER, *names[1:]))
   rules, mesh = in_force(tracing=True).rules, mesh_for_constraints()
-  if 'batch' not in rules.by_name or mesh is None or AxisType.Explicit in axis_types(mesh).values():
+  if mesh is None or AxisType.Explicit in axis_types(mesh).values():
     return result
   plain = [name for name in names if isinstance(name, str)]
-  unmatched = [name for name in plain if name not in rules.by_name]
   is_unclear = len({*plain}) < len(plain) or (
-    or_axes and any(name in axis_sizes(mesh) for name in unmatched)
+    or_axes and any(name in axis_sizes(mesh) for name in plain if name not in rules.by_name)
   )
   if is_unclear or not all(
     name is None or name is UNCONSTRAINED or isinstance(name, str) for name in names
   ):
     return result
-  dropped = unmatched if rules.policies.unmatched == 'error' else {'length'}.intersection(unmatched)
+  if BATCH_OF_LAYER in rules.by_name:  # an estimate finds the rules of each layout
+    return with_logical_constraint(result, (BATCH_OF_LAYER, *names[1:]), rules)
+  found = names_and_rules(names, rules)
+  return result if found is None else with_logical_constraint(result, *found)
+
+
+def names_and_rules(names: tuple[Any, ...], rules: Rules) -> tuple[tuple[Any, ...], Rules] | None:
+  """The names and rules of a constraint on a layer's result; None if it has none under these rules.
+
+  Args:
+    names: the names of its dimensions, the first of which is `batch`.
+    rules: those of the layout.
+  """
+  if 'batch' not in rules.by_name:
+    return None
+  dropped = {name for name in names if isinstance(name, str) and name not in rules.by_name}
+  if rules.policies.unmatched != 'error':
+    dropped &= {'length'}
   # the other names are for arrays, which have no batch: it has its axes, whatever the order of the rules
   rules = tuple(pair for pair in rules.pairs if pair[0] == 'batch') + rules
   if rules.policies.conflict == 'error':
     rules = rules.replace(conflict='skip')
-  return with_logical_constraint(
-    result, tuple(None if name in dropped else name for name in names), rules
-  )
+  return tuple(None if name in dropped else name for name in names), rules
 
 
 def _static(names: Any) -> Static | None:
