@@ -86,6 +86,63 @@ def test_selections_between_equal_constants_are_dropped(other, left, dtype):
     assert str(module).count('stablehlo.select') == str(module).count('stablehlo.compare') == left
 
 
+def dead_program():
+  """A sum, a loop and a kernel without uses, and one with an effect."""
+  return """
+    func.func public @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {
+      %zero = stablehlo.constant dense<0.0> : tensor<f32>
+      %sum = stablehlo.reduce(%x init: %zero) applies stablehlo.add across dimensions = [1] : (tensor<8x4xf32>, tensor<f32>) -> tensor<8xf32>
+      %kernel = stablehlo.custom_call @other(%sum) : (tensor<8xf32>) -> tensor<8xf32>
+      %effect = stablehlo.custom_call @kept(%x) {has_side_effect = true} : (tensor<8x4xf32>) -> tensor<8x4xf32>
+      %loop = stablehlo.while(%each = %zero) : tensor<f32>
+       cond {
+        %less = stablehlo.compare LT, %each, %zero : (tensor<f32>, tensor<f32>) -> tensor<i1>
+        stablehlo.return %less : tensor<i1>
+      } do {
+        %next = stablehlo.add %each, %each : tensor<f32>
+        stablehlo.return %next : tensor<f32>
+      }
+      return %x : tensor<8x4xf32>
+    }
+  """
+
+
+def test_operations_without_uses_are_erased():
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(dead_program())
+    erase_dead(module.operation)
+    assert [op.name for op in walk(main_of(module.operation))] == [
+      'stablehlo.custom_call',
+      'func.return',
+    ]
+
+
+def with_determinant(state, x):
+  h = jnp.tanh(x @ state['w'])
+  loss = lambda w: jnp.mean((x @ w) ** 2) + jnp.linalg.slogdet(h.T @ h + jnp.eye(16))[1]
+  return jax.tree.map(lambda w: w - 0.1 * jax.grad(loss)(w), state)
+
+
+def test_an_estimate_of_a_step_whose_kernels_have_unused_results():
+  """cuSOLVER's has: Shardy erased the permutation of its pivots, and the bindings crashed on it."""
+  step = TrainStep(with_determinant, lambda: {'w': jnp.ones((32, 16))}, jnp.ones((8, 32)))
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  assert Estimator(step).estimate(layout, 'h100:8', partition=False).counts.flops
+
+
+def test_a_step_of_which_shardy_erases_operations(monkeypatch):
+  monkeypatch.setattr('flax_spmd._src.estimate.mlir.module.erase_dead', lambda module: None)
+  text = dead_program().replace('func.func', 'module { func.func', 1) + '}'
+  with mlir_context(), ir.Location.unknown():
+    code = ir.Module.parse(text).operation.get_asm(binary=True)
+  with pytest.raises(EstimatorError) as caught:
+    mlir.prepare(code)
+  assert str(caught.value) == (
+    'Shardy erases operations of the step, so their shardings cannot be read.\n'
+    'Fix: choose the layouts, and compile them with spmd.compare.'
+  )
+
+
 def looked_up(start, added, is_shared):
   """A scatter that a sum follows."""
 
