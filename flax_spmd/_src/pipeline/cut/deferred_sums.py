@@ -73,9 +73,11 @@ def defer_sums(
   carried_whole = [body.carried[number] for number in deferred]
   body.equations, body.carried, results = parts.written(program)
   body.updated = results[: len(carried)]
+  whole_starts = [loop.starts[number] for number in deferred]
+  made = {value: one for one in step.before for value in one.outputs}
+  zero = [_is_zero(start, made) for start in whole_starts]
   widened, starts = eq.traced(
-    lambda *starts: [parts.start(*each) for each in zip(starts, carried_whole, strict=True)],
-    *(loop.starts[number] for number in deferred),
+    lambda *starts: list(map(parts.start, starts, carried_whole, zero)), *whole_starts
   )
   sums = [Value(body.updated[number].aval) for number in deferred]
   added, totals = eq.traced(lambda *sums: [lax.reduce_sum(each, [0]) for each in sums], *sums)
@@ -184,7 +186,7 @@ class _Program:
       self.split[one.outputs[0]], self.sources[one.outputs[0]] = split, []
       return
     for joint in self._linear_in(one, axes):
-      numbers = [number for number in joint if not self._is_zero(one.inputs[number])]
+      numbers = [number for number in joint if not _is_zero(one.inputs[number], self.producer)]
       fixed = dict.fromkeys(number for number in numbers if self._is_fixed(one.inputs[number]))
       operands: list[Any] = [one.inputs[number] for number in numbers if number not in fixed]
       if operands and all(isinstance(atom, Value) and atom in self.sources for atom in operands):
@@ -212,7 +214,7 @@ class _Program:
       yield from ({0: a, 1: b} for a, b in zip(left, right, strict=True))
     elif one.name == 'reduce_sum':
       yield from ({0: axis} for axis in one.params['axes'])
-    elif one.name in _SCATTERED_SUMS and self._is_zero(one.inputs[0]):
+    elif one.name in _SCATTERED_SUMS and _is_zero(one.inputs[0], self.producer):
       numbers, updates = one.params['dimension_numbers'], eq.abstract(one.inputs[2])
       if not numbers.operand_batching_dims:
         scattered = (dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims)
@@ -239,13 +241,6 @@ class _Program:
       spec = getattr(one.params['sharding'], 'spec', axes)
       return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
     return []
-
-  def _is_zero(self, atom: Atom) -> bool:
-    """Whether a value is zero, by its first operation."""
-    if isinstance(atom, Literal):
-      return bool(np.all(atom.val == 0))
-    one = self.producer.get(atom)
-    return one is not None and one.name == 'broadcast_in_dim' and self._is_zero(one.inputs[0])
 
   def is_row(self, value: Value) -> bool:
     """Whether a value is stacked by a scan: its parts are then in dimension 1."""
@@ -284,6 +279,14 @@ def _opened(one: Equation) -> _Program | None:
     return None
   constants, carried = compat.scan_counts(one.params) if one.name == 'scan' else (0, 0)
   return _Program(equations, inputs, results, {number: constants + number for number in range(carried)})
+
+
+def _is_zero(atom: Atom, producer: Mapping[Value, Equation]) -> bool:
+  """Whether a value is zero, by its first operation."""
+  if isinstance(atom, Literal):
+    return bool(np.all(atom.val == 0))
+  one = producer.get(atom)
+  return one is not None and one.name == 'broadcast_in_dim' and _is_zero(one.inputs[0], producer)
 
 
 def _first_row(one: Equation) -> int:
@@ -373,8 +376,10 @@ class _Parts:
     is_first = lax.broadcasted_iota(np.int32, array.shape, 0) == 0
     return lax.select(is_first, array, lax.full_like(array, 0))
 
-  def start(self, array: Any, carried: Value) -> Any:
+  def start(self, array: Any, carried: Value, is_zero: bool = False) -> Any:
     """The first value of an input that is carried in parts."""
+    if is_zero:
+      return lax.full((self._count(self._over[carried]), *array.shape), 0, carried.aval.dtype)
     return self.widened(jnp.asarray(array, carried.aval.dtype), self._over[carried])
 
   def _count(self, over: Axes) -> int:
