@@ -1,5 +1,6 @@
 """Batches that are on no mesh, and models that constrain no activation: devices compute their share, and activations do not move."""
 
+import functools
 from contextlib import nullcontext
 
 import flax.linen as nn
@@ -121,6 +122,25 @@ def test_parameters_move_and_activations_do_not(names, shape):
   # a microbatch: parameters are gathered forward and backward, and gradients are summed by all-reduce
   assert wire < 1.1 * MICROBATCHES * (1 + 1 + 2) * once
   assert_same(compiled(params, batch), jax.jit(step)(jax.device_get(params), batch), 1e-4)
+
+
+def test_weights_that_jax_reshards_onto_no_mesh():
+  """JAX does so, without effect, in the gradient of a sum with an array: a straight-through estimator. It hid the batch."""
+  layout = spmd.Layout({'stage': 2, 'data': 4}, FSDP)
+
+  def step(of_weight, w, batch):
+    loss = lambda w, h: jnp.mean((stage_end(jnp.tanh(h @ of_weight(w[0]))) @ of_weight(w[1])) ** 2)
+    grads = accumulate(lambda h: jax.grad(loss)(w, h), batch, GPipe(2))
+    return [each - 0.1 * grad for each, grad in zip(w, grads, strict=True)]
+
+  rounded = lambda w: w + jax.lax.stop_gradient(jnp.round(8 * w) / 8 - w)
+  w, batch = (
+    layout.shard([np.ones((64, 32), np.float32), np.ones((32, 64), np.float32)]),
+    np.ones((4, 8, 64)),
+  )
+  steps = [functools.partial(step, of_weight) for of_weight in (lambda w: w, rounded)]
+  one, other = (totals(layout.pipeline_jit(each).compile(w, batch))[1] for each in steps)
+  assert one == other > 0
 
 
 def test_fsdp_without_a_loop():

@@ -97,6 +97,25 @@ def in_repeated_layers(h, w):
   return lax.scan(layer, h, jnp.stack([w, w.T]))[0]
 
 
+def in_numbered_layers(h, w):
+  layers = jnp.stack([w, w.T])
+  return lax.scan(lambda h, number: (jnp.tanh(h @ layers[number]), None), h, jnp.arange(2))[0]
+
+
+def in_bounded_layers(h, w):
+  """Functions of `jax.numpy` are calls inside the body."""
+  of_weight = lambda w: jnp.where(w > 0.5, 0.0, jnp.clip(jnp.tril(w), -1, 1))
+  return lax.scan(lambda h, w: (jnp.tanh(h @ of_weight(w)), None), h, jnp.stack([w, w.T]))[0]
+
+
+def rounded(h, w):
+  return jnp.tanh(h @ (w + lax.stop_gradient(jnp.round(8 * w) / 8 - w)))
+
+
+def pruned(h, w):
+  return jnp.tanh(h @ jnp.where(w > 0, w, 0.0))
+
+
 def of_low_rank(h, w):
   return h + h @ (w[:, :2] @ w[:2])
 
@@ -151,6 +170,10 @@ LAYERS = [
   jitted,
   repeated,
   in_repeated_layers,
+  in_numbered_layers,
+  in_bounded_layers,
+  rounded,
+  pruned,
   of_low_rank,
   convolved,
   convolved_in_groups,
@@ -163,7 +186,7 @@ WHOLE = [chosen]
 UPDATES = [
   lambda g: g,
   lambda g: 0.5 * g.astype(jnp.float32),
-  lambda g: jnp.zeros_like(g).at[0].set(g[0]) + g,
+  lambda g: jnp.maximum(g, -1e-3),
   lambda g: spmd.with_logical_constraint(g, ('rows', 'columns')),
   lambda g: g + g.T - 2 * lax.pad(g[1:, :-1], jnp.zeros((), g.dtype), [(1, 0, 0), (0, 1, 0)]),
   lambda g: g / (1e-3 + jnp.linalg.norm(g)),  # of the whole gradient of a microbatch

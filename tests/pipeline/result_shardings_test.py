@@ -138,3 +138,26 @@ def test_carried_activations_are_sharded_as_those_of_their_stage(seed):
     assert array.addressable_shards[0].data.nbytes == array.nbytes // 4
   texts = [one.compiled.as_text() for one in compiled.executables.values()]
   assert not any('all-gather' in text for text in texts)
+
+
+@pytest.mark.parametrize('is_read', [False, True])
+def test_a_sum_that_is_returned_is_sharded_as_the_result(is_read):
+  """A state's buffer of gradients has a rule of its own. Within a microbatch, sums had the sharding of the weights."""
+
+  def step(state, batch):
+    loss = lambda weights, h: jnp.mean((stage_end(jnp.tanh(h @ weights[0])) @ weights[1]) ** 2)
+
+    def body(sums, h):
+      sums = jax.tree.map(jnp.add, sums, jax.grad(loss)(state['weights'], h))
+      return sums, [one[0] for one in sums if is_read]
+
+    sums, rows = lax.scan(body, state['buffer'], batch)
+    weights = [w - 0.1 * one for w, one in zip(state['weights'], sums, strict=True)]
+    return {'weights': weights, 'buffer': sums}, rows
+
+  layout = spmd.Layout({'stage': 2, 'data': 4}, (('buffer/', PartitionSpec('data')),))
+  weights, batch = [normal(2, 16, 16), normal(3, 16, 16)], normal(4, 3, 8, 16)
+  state = layout.shard({'weights': weights, 'buffer': [normal(5, 16, 16), normal(6, 16, 16)]})
+  found = layout.pipeline_jit(step, schedule=GPipe(2))(state, batch)
+  assert_same(found, jax.jit(step)(jax.device_get(state), batch), 1e-4)
+  assert [one.sharding.spec[0] for one in found[0]['buffer']] == ['data', 'data']

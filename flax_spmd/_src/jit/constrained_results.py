@@ -76,8 +76,8 @@ def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
 def names_axes(equation: Any) -> bool:
   """Whether an operation is a constraint that is not open in every dimension, or a `shard_map`."""
   name = equation.primitive.name
-  if name == 'reshard':  # functions of jax.numpy leave some on Auto axes, where it has no effect
-    return not equation.params['dst_sharding'].mesh.are_all_axes_auto
+  if name == 'reshard':  # JAX leaves some onto Auto axes or no mesh, without effect
+    return bool(equation.params['dst_sharding'].mesh.explicit_axes)
   if name != 'sharding_constraint':
     return name == 'shard_map'
   return len(equation.params['unconstrained_dims']) < len(equation.outvars[0].aval.shape)

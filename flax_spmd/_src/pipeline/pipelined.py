@@ -656,4 +656,5 @@ class LoweredPipelineStep:
       one.final: self._deferred[one.origin] for one in accumulators if one.origin in self._deferred
     }
     grouped = specs_of_groups(joined.equations, versions, specs | planned | parts, unknown)
-    return grouped | planned | closed_over | specs
+    returned = {value: planned[each[-1]] for each in versions if each[-1] in planned for value in each}
+    return grouped | planned | returned | closed_over | specs

@@ -35,7 +35,7 @@ from flax_spmd._src.operand_dimensions import operand_dimensions
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.batch_rows import examples
 from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.microbatch_loop import StepParts
+from flax_spmd._src.pipeline.cut.microbatch_loop import StepParts, is_small
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 
 Axes: TypeAlias = tuple[str, ...]
@@ -73,9 +73,11 @@ def defer_sums(
   carried_whole = [body.carried[number] for number in deferred]
   body.equations, body.carried, results = parts.written(program)
   body.updated = results[: len(carried)]
+  whole_starts = [loop.starts[number] for number in deferred]
+  made = {value: one for one in step.before for value in one.outputs}
+  zero = [_is_zero(start, made) for start in whole_starts]
   widened, starts = eq.traced(
-    lambda *starts: [parts.start(*each) for each in zip(starts, carried_whole, strict=True)],
-    *(loop.starts[number] for number in deferred),
+    lambda *starts: list(map(parts.start, starts, carried_whole, zero)), *whole_starts
   )
   sums = [Value(body.updated[number].aval) for number in deferred]
   added, totals = eq.traced(lambda *sums: [lax.reduce_sum(each, [0]) for each in sums], *sums)
@@ -183,7 +185,8 @@ class _Program:
     if split is not None:
       self.split[one.outputs[0]], self.sources[one.outputs[0]] = split, []
       return
-    for numbers in self._linear_in(one, axes):
+    for joint in self._linear_in(one, axes):
+      numbers = [number for number in joint if not _is_zero(one.inputs[number], self.producer)]
       fixed = dict.fromkeys(number for number in numbers if self._is_fixed(one.inputs[number]))
       operands: list[Any] = [one.inputs[number] for number in numbers if number not in fixed]
       if operands and all(isinstance(atom, Value) and atom in self.sources for atom in operands):
@@ -214,45 +217,33 @@ class _Program:
     elif one.name == 'conv_general_dilated' and one.params['feature_group_count'] == 1:
       numbers = one.params['dimension_numbers']
       yield {0: numbers.lhs_spec[1], 1: numbers.rhs_spec[1]}
-    elif one.name in _SCATTERED_SUMS and self._is_zero(one.inputs[0]):
+    elif one.name in _SCATTERED_SUMS and _is_zero(one.inputs[0], self.producer):
       numbers, updates = one.params['dimension_numbers'], eq.abstract(one.inputs[2])
       if not numbers.operand_batching_dims:
         scattered = (dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims)
         yield from ({1: at, 2: dim} for at, dim in enumerate(scattered))
 
   def _linear_in(self, one: Equation, axes: Mapping[str, int]) -> Sequence[tuple[int, ...]]:
-    """The choices of operands in which an operation is linear, jointly, and zero if they are.
+    """The choices of operands in which an operation is linear, jointly, and zero if they are. Those that are zero need no parts.
 
     A constraint that shards a value over axes of the examples is none: it has no room for parts.
     """
-    if one.name in ('add', 'add_any', 'sub'):
+    if one.name in ('add', 'add_any', 'sub', 'pad', 'dynamic_update_slice'):
       return [(0, 1)]
     if one.name in ('mul', 'dot_general'):
       return [(0,), (1,)]
     if one.name in _LINEAR or (one.name == 'div' and _is_inexact(one.outputs[0])):
       return [(0,)]
     if one.name in _SCATTERED_SUMS:
-      return [(0, 2), *[(2,)] * self._is_zero(one.inputs[0])]
-    if one.name == 'select_n':
-      return [tuple(at for at, each in enumerate(one.inputs) if at and not self._is_zero(each))]
-    if one.name in ('concatenate', 'stack'):
-      return [tuple(range(len(one.inputs)))]
+      return [(0, 2)]
+    if one.name in ('concatenate', 'stack', 'select_n'):
+      return [tuple(range(one.name == 'select_n', len(one.inputs)))]
     if one.name == 'convert_element_type':
       return [(0,)] if _is_inexact(one.inputs[0]) and _is_inexact(one.outputs[0]) else []
     if one.name == 'sharding_constraint':
       spec = getattr(one.params['sharding'], 'spec', axes)
       return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
-    if one.name == 'pad':
-      padding = one.inputs[1]
-      return [(0,)] if isinstance(padding, Literal) and not padding.val else []
     return []
-
-  def _is_zero(self, atom: Atom) -> bool:
-    """Whether a value is zero, by its first operation."""
-    if isinstance(atom, Literal):
-      return bool(np.all(atom.val == 0))
-    one = self.producer.get(atom)
-    return one is not None and one.name == 'broadcast_in_dim' and self._is_zero(one.inputs[0])
 
   def is_row(self, value: Value) -> bool:
     """Whether a value is stacked by a scan: its parts are then in dimension 1."""
@@ -286,11 +277,19 @@ def _opened(one: Equation) -> _Program | None:
     return None
   jaxpr = next(compat.jaxprs_in(one.params))
   inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
-  equations, results = eq.flatten(jaxpr, inputs, lambda _: False)
+  equations, results = eq.flatten(jaxpr, inputs, is_small)
   if one.name != 'scan' and not {*results}.isdisjoint(inputs):
     return None
   constants, carried = compat.scan_counts(one.params) if one.name == 'scan' else (0, 0)
   return _Program(equations, inputs, results, {number: constants + number for number in range(carried)})
+
+
+def _is_zero(atom: Atom, producer: Mapping[Value, Equation]) -> bool:
+  """Whether a value is zero, by its first operation."""
+  if isinstance(atom, Literal):
+    return bool(np.all(atom.val == 0))
+  one = producer.get(atom)
+  return one is not None and one.name == 'broadcast_in_dim' and _is_zero(one.inputs[0], producer)
 
 
 def _first_row(one: Equation) -> int:
@@ -300,7 +299,8 @@ def _first_row(one: Equation) -> int:
 
 _SCATTERED_SUMS = frozenset({'scatter-add', 'scatter_add'})
 _NAMES = (
-  'broadcast_in_dim copy expand_dims neg reduce_sum reshape rev slice split squeeze transpose unstack'
+  'broadcast_in_dim copy dynamic_slice expand_dims neg reduce_sum reshape rev slice split squeeze transpose '
+  'unstack'
 )
 _LINEAR = frozenset(_NAMES.split())
 """Operations that are linear in their first operand."""
@@ -379,8 +379,10 @@ class _Parts:
     is_first = lax.broadcasted_iota(np.int32, array.shape, 0) == 0
     return lax.select(is_first, array, lax.full_like(array, 0))
 
-  def start(self, array: Any, carried: Value) -> Any:
+  def start(self, array: Any, carried: Value, is_zero: bool = False) -> Any:
     """The first value of an input that is carried in parts."""
+    if is_zero:
+      return lax.full((self._count(self._over[carried]), *array.shape), 0, carried.aval.dtype)
     return self.widened(jnp.asarray(array, carried.aval.dtype), self._over[carried])
 
   def _count(self, over: Axes) -> int:

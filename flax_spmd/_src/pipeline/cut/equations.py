@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import Literal, Primitive
 
 from flax_spmd._src import compat
+from flax_spmd._src.jit.constrained_results import names_axes
 from flax_spmd._src.source_lines import UNKNOWN_LINE as UNKNOWN_LINE
 from flax_spmd._src.source_lines import source_line as source_line
 
@@ -119,7 +120,7 @@ def flatten(
   Args:
     jaxpr: a jaxpr, closed or not.
     inputs: an atom for each of its inputs.
-    opens: returns whether to inline a call.
+    opens: returns whether to inline a call. A `reshard` without effect is left out.
   """
   equations: list[Equation] = []
   outputs = _flatten(jaxpr, inputs, opens, equations)
@@ -153,6 +154,8 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
     if equation.primitive.name in compat.CALLS and opens(equation):
       inside = next(compat.jaxprs_in(equation.params))
       outputs = _flatten(inside, arguments, opens, equations)
+    elif equation.primitive.name == 'reshard' and not names_axes(equation):
+      outputs = arguments
     else:
       outputs = [Value(variable.aval) for variable in equation.outvars]
       equations.append(

@@ -297,7 +297,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
   def opens(one: Any) -> bool:
     may_end = one.primitive.name in compat.JITS and marks_inside(one, may_end_p)
     ends = marks_inside(one, stage_end_p) and not _repeats(one)
-    return bool(may_end or ends) or _is_small(one)
+    return bool(may_end or ends) or is_small(one)
 
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
   opened: list[Equation] = []
@@ -307,7 +307,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom]) -> tuple[list[Equation], list[Va
     one.inputs = [eq.lookup(known, atom) for atom in one.inputs]
     if _repeats(one) and marks_inside(one, stage_end_p):
       inside, replacements = eq.opened(
-        one, lambda inner: bool(marks_inside(inner, stage_end_p)) or _is_small(inner)
+        one, lambda inner: bool(marks_inside(inner, stage_end_p)) or is_small(inner)
       )
       opened += inside
       known.update(replacements)
@@ -356,13 +356,16 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
   return eq.needed(equations, [*outputs, *(value for one in short for value in one.outputs)])
 
 
-def _is_small(equation: Any) -> bool:
+def is_small(equation: Any) -> bool:
   """Whether a jitted block has cheap elementwise operations only."""
   return equation.primitive.name in compat.JITS and all(
-    one.primitive.name in residuals.CHEAP or _is_small(one)
+    one.primitive.name in _SMALL or is_small(one)
     for inside in compat.jaxprs_in(equation.params)
     for one in compat.jaxpr_parts(inside).equations
   )
+
+
+_SMALL = residuals.CHEAP | {'reshard'}
 
 
 def _hoisted(equations: Sequence[Equation], own: set[Value]) -> tuple[list[Equation], list[Equation]]:
