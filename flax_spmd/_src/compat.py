@@ -1589,13 +1589,13 @@ def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
 
 
 PLACEHOLDER = 'CustomSPMDPartitioning'
-_PYTHON_CALLS = (pure_callback_p, io_callback_p, debug_callback_p, debug_print_p, inspect_sharding_p)
+_PYTHON_CALLS = (pure_callback_p, io_callback_p, debug_callback_p, debug_print_p)
 _needs_lock = threading.RLock()  # one thread at a time changes which primitives need them
 
 
 def is_python_call(equation: Any) -> bool:
   """Whether an operation is a call of Python while the program runs, such as that of `jax.debug.print`."""
-  return equation.primitive in _PYTHON_CALLS[:-1]
+  return equation.primitive in _PYTHON_CALLS
 
 
 def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str, mesh: Any) -> Any:
@@ -1618,7 +1618,7 @@ def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str, mesh: Any)
     return mlir.lower_fun(numbers, multiple_results=True)(ctx, *values)
 
   rules = [(custom_partitioning.custom_partitioning_p, applied)]
-  rules += [(primitive, without_python) for primitive in _PYTHON_CALLS]
+  rules += [(primitive, without_python) for primitive in (*_PYTHON_CALLS, inspect_sharding_p)]
   parameters = mlir.LoweringParameters(override_lowering_rules=cast(Any, tuple(rules)))
   with _needs_lock:
     needing = dispatch.prim_requires_devices_during_lowering

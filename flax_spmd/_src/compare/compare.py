@@ -49,7 +49,8 @@ def compare(
   """Compiles a training step for a target under each layout, and compares memory, traffic and time.
 
   The target's own compiler runs on this machine; nothing is allocated, and nothing runs. Results are cached
-  (in `FLAX_SPMD_CACHE`, by default `~/.cache/flax_spmd`), so a repeated comparison is quick.
+  (in `FLAX_SPMD_CACHE`, by default `~/.cache/flax_spmd`), so a repeated comparison is quick. Calls of Python in a step
+  (`jax.debug.print`, `pure_callback`, ...) are left out of its program, which has other numbers in the place of their results.
 
   Args:
     train_step: the step and its arguments. For a model that holds a mesh, a function that returns it for a
@@ -66,8 +67,8 @@ def compare(
     into stages, or the compiler crashes. For a program that needs too much memory it shows the excess.
 
   Raises:
-    TypeError: the first argument is neither a `TrainStep` nor a function that returns one, or the second has no layout
-      or something else.
+    TypeError: the first argument is neither a `TrainStep` nor a function that returns one, its functions take other
+      arguments, or the second has no layout or something else.
     MeshError: the step constrains arrays on a mesh of its own, if no layout can be lowered; else a row shows it.
     TargetDeviceError: the target is unknown, cannot be compiled for on this machine, or differs from a mesh
       in its number of devices.

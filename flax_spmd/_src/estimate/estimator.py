@@ -99,7 +99,8 @@ class Estimator:
     reason: why the step is lowered and partitioned for each layout, or ''. The other attributes are then empty.
 
   Raises:
-    TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
+    TypeError: the first argument is neither a `TrainStep` nor a function that returns one, or its functions take other
+      arguments.
     EstimatorError: the installed jaxlib is not supported, or parts of the step cannot be estimated, such as a `shard_map`;
       and the platform's compiler, which could partition it, is not installed.
     Exception: any error that the step raises while it is traced.
