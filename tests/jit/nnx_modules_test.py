@@ -429,7 +429,7 @@ def test_a_state_keeps_data_that_are_no_arrays():
   train_step = explore.TrainStep(add_to_total, create, jnp.ones((8, 8)))
   compiled = spmd.compare(train_step, {'': layout}, 'cpu:8')['']
   estimated = explore.Estimator(train_step, platform='cpu').estimate(layout, 'cpu:8')
-  assert compiled.memory.rest == estimated.memory.rest == 32
+  assert compiled.memory.parameters == estimated.memory.parameters == 32
   with pytest.raises(LayoutError) as error:
     plan.shard(state)
   assert str(error.value) == (
