@@ -241,7 +241,7 @@ def test_arguments_of_the_wrong_type(argument):
     str(caught.value)
     == dedent(f"""\
     Changes(...) does not take {name}={value!r}.
-    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or a list of names, and missing, unused and only are strings.""")
+    Fix: renames, rearranged, stacks and axes are dicts of strings by name, moved and resized are a name or a list of names, and missing, unused and only are strings.""")
   )
 
 
