@@ -982,6 +982,7 @@ def test_devices_that_make_no_mesh():
   assert text_of(errors.MeshError, spmd.make_mesh, {'data': 2}, devices=[one, one]) == dedent(f"""\
     devices=[{one!r}, {one!r}] contain {one!r} more than once.
     Fix: pass every device once, such as jax.devices()[:4].""")
+  assert spmd.abstract_mesh({'data': -1}, devices=cast(int, np.int64(8))).size == 8
   assert text_of(errors.MeshError, spmd.abstract_mesh, {'data': -1}, devices=[one]) == dedent(f"""\
     devices=[{one!r}] is no number of devices.
     Fix: pass their number, such as devices=64; make_mesh takes devices of JAX.""")

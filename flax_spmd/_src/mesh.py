@@ -17,6 +17,7 @@ this package is `AxisType.Auto`.
 from __future__ import annotations
 
 import math
+import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -125,12 +126,12 @@ def abstract_mesh(
     {'data': 32, 'model': 8}
   """
   sizes = _sizes(axes, 'The mesh')
-  if not isinstance(devices, int | None) or devices is True:
+  if not isinstance(devices, numbers.Integral | None) or isinstance(devices, bool):
     raise MeshError(
       f'devices={value_text(devices)} is no number of devices.\n'
       'Fix: pass their number, such as devices=64; make_mesh takes devices of JAX.'
     )
-  sizes = sizes if devices is None else _fill_in(sizes, devices)
+  sizes = sizes if devices is None else _fill_in(sizes, int(devices))
   _check_sizes(sizes, f'The mesh {value_text(sizes)}', allow_fill=False)
   if devices is not None and math.prod(sizes.values()) > devices:
     raise MeshError(

@@ -14,8 +14,9 @@ searched alongside (`pipelines`).
 from __future__ import annotations
 
 import functools
+import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -127,9 +128,9 @@ def search(
   hardware_target = parse_target(target, hardware)
   _check_types(
     (Mapping, {'choices': choices, 'pin': pin}),
-    (Mapping | Sequence, {'pipelines': pipelines, 'forbid': forbid}),
-    (int, {'tensor': tensor, 'candidates': candidates, 'top': top, 'jobs': jobs}),
-    (int | float, {'time_limit': time_limit}),
+    (Collection, {'pipelines': pipelines, 'forbid': forbid}),
+    (numbers.Integral, {'tensor': tensor, 'candidates': candidates, 'top': top, 'jobs': jobs}),
+    (numbers.Real, {'time_limit': time_limit}),
     (Mapping | Mesh | AbstractMesh, {'mesh': mesh}),
   )
   values = {name: tuple(values) for name, values in (choices or {}).items()}
