@@ -278,6 +278,14 @@ def test_a_mesh_axis_instead_of_a_logical_name():
   assert text_of(errors.LayoutError, lay.shard, {'x': np.ones((4, 4))}, ('data', None)) == dedent("""\
     x, dim 0 'data': this is a mesh axis, where logical names are expected.
     Fix: give mesh axes as a PartitionSpec, or use a logical name that has a rule.""")
+  constrained = lay.jit(lambda x: spmd.with_sharding_constraint(x, {'x': ('data', None)}))
+  by_option = lay.jit(lambda x: x, in_constraints=({'x': ('data', None)},))
+  for inside in (constrained, by_option):
+    assert text_of(errors.LayoutError, inside, {'x': np.ones((4, 4))}) == dedent("""\
+      constraint, dim 0 'data': this is a mesh axis, where logical names are expected.
+      Fix: give mesh axes as a PartitionSpec, or use a logical name that has a rule.""")
+  own = layout(('data', 'data')).jit(lambda x: spmd.with_sharding_constraint(x, ('data', None)))
+  assert own(np.ones((4, 4))).sharding.spec == PartitionSpec('data')
   assert "'dta' is not an axis of the mesh" in text_of(
     errors.MeshAxisError, lay.shard, {'x': np.ones((4, 4))}, jax.P('dta', None)
   )
@@ -491,7 +499,11 @@ def test_a_step_that_is_already_jitted(kind):
   ):
     assert text_of(errors.LayoutError, ask) == expected
   assert step.__wrapped__ is train_step
-  assert repr(getattr(staged, kind)(step)) == repr(step)  # by the same layout: nothing else would hold
+  if kind == 'jit':
+    assert repr(staged.jit(step)) == repr(step)  # by the same layout: nothing else would hold
+  assert text_of(errors.PipelineError, staged.pipeline_jit, step) == dedent("""\
+    pipeline_jit: train_step is already jitted by a layout, so it cannot be cut into stages.
+    Fix: pass the function itself, train_step.__wrapped__.""")
 
   @functools.wraps(step)
   def logged(state, x):
@@ -526,7 +538,8 @@ def test_leaves_that_no_device_can_hold(placement):
     text: 'adam' is no array or number of JAX.
     texts: array(['a'], dtype='<U1') is no array or number of JAX.
     Fix: pass the state that the step returned, not the one that was donated to it.
-    Fix: convert it with numpy.asarray, or keep it out of the tree.""")
+    Fix: convert it with numpy.asarray, or keep it out of the tree.
+    Fix: keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).""")
   abstract = text_of(errors.LayoutError, place, {'w': jax.ShapeDtypeStruct((8,), 'float32')}, placement)
   assert abstract.startswith('w: ShapeDtypeStruct(shape=(8,), dtype=float32) is no array')
 
@@ -556,7 +569,7 @@ def test_arguments_of_another_kind_than_expected():
       errors.MeshError,
       lambda: spmd.make_mesh({'data': 8}, devices=cast(Any, 8)),
       'devices=8 are not devices.\n'
-      'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.',
+      'Fix: pass devices of JAX in one list, such as jax.devices()[:4]; abstract_mesh takes their number.',
     ),
     (
       errors.MeshError,
@@ -913,4 +926,151 @@ def test_results_that_are_no_arrays_are_listed(method):
   assert text_of(errors.LayoutError, getattr(layout(), method), model) == dedent("""\
     dtype: dtype('float32') is no array or number of JAX.
     name: 'mlp' is no array or number of JAX.
-    Fix: convert it with numpy.asarray, or keep it out of the tree.""")
+    Fix: keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).""")
+
+
+@pytest.mark.parametrize('given', ['layout', 'sizes', None])
+def test_a_value_in_place_of_a_mesh(tmp_path, given):
+  lay = layout(('batch', 'data'))
+  mesh: Any = {'layout': lay, 'sizes': {'data': 8}, None: None}[given]
+  box_ = spmd.LogicallyPartitioned(jnp.ones(8), ('batch',))
+  asked = [lambda: spmd.get_sharding({'w': box_}, mesh)]
+  if mesh is not None:
+    path = tmp_path / 'program'
+    spmd.checkpoint.save_program(path, lay.jit(lambda x: x), jnp.ones(8))
+    asked += [
+      lambda: spmd.Layout.from_toml(lay.to_toml(), mesh=mesh),
+      lambda: spmd.with_logical_constraint(jnp.ones(8), ('batch',), lay.rules, mesh),
+      lambda: spmd.constrain(jnp.ones(8), PartitionSpec('data'), mesh),
+      lambda: spmd.checkpoint.load_program(path, mesh),
+    ]
+  for ask in asked:
+    assert text_of(errors.MeshError, ask) == (
+      f'{mesh!r} is no mesh.\n'
+      'Fix: pass a mesh, such as layout.mesh, make_mesh({...}) or abstract_mesh({...}).'
+    )
+
+
+def test_abstract_meshes_where_arrays_are_placed(tmp_path):
+  lay = layout(('batch', 'data'))
+  planned = layout(('batch', 'data'), mesh=spmd.abstract_mesh({'data': 2, 'model': 4}))
+  path, program = tmp_path / 'state', tmp_path / 'program'
+  spmd.checkpoint.save(path, {'w': jnp.ones(8)}, layout=lay)
+  spmd.checkpoint.save_program(program, lay.jit(lambda x: x), jnp.ones(8))
+  target = planned.abstract(lambda: {'w': jnp.ones(8)})
+  for ask in (
+    lambda: spmd.checkpoint.restore(path, target),
+    lambda: spmd.checkpoint.restore(path, layout=planned),
+    lambda: spmd.checkpoint.preflight(path, target),
+    lambda: spmd.checkpoint.load_program(program, cast(Any, planned.mesh)),
+  ):
+    assert text_of(errors.MeshError, ask) == dedent("""\
+      The mesh {'data': 2, 'model': 4} is abstract: there are no devices to place arrays on.
+      Fix: use a layout over a concrete mesh, made by Layout({...}, rules) or make_mesh.""")
+  assert text_of(errors.LayoutError, lay.plan_reshard, target, lay) == dedent("""\
+    w: its mesh {'data': 2, 'model': 4} is abstract: there are no devices that hold it.
+    Fix: plan the state on a layout over a concrete mesh.""")
+
+
+def test_devices_that_make_no_mesh():
+  grid = np.array(jax.devices()[:2]).reshape(2, 1)
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': 2}, devices=grid) == (
+    f'devices={grid!r} are not devices.\n'
+    'Fix: pass devices of JAX in one list, such as jax.devices()[:4]; abstract_mesh takes their number.'
+  )
+  one = jax.devices()[0]
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': 2}, devices=[one, one]) == dedent(f"""\
+    devices=[{one!r}, {one!r}] contain {one!r} more than once.
+    Fix: pass every device once, such as jax.devices()[:4].""")
+  assert spmd.abstract_mesh({'data': -1}, devices=cast(int, np.int64(8))).size == 8
+  assert text_of(errors.MeshError, spmd.abstract_mesh, {'data': -1}, devices=[one]) == dedent(f"""\
+    devices=[{one!r}] is no number of devices.
+    Fix: pass their number, such as devices=64; make_mesh takes devices of JAX.""")
+
+
+def test_a_state_on_another_mesh_than_the_batch_of_the_compiler():
+  """JAX describes the shardings that a compiler chooses on the mesh of an argument, and cannot describe these there."""
+  old, new = layout(('hidden', 'data'), mesh={'data': 8}), layout(('batch', 'data'), ('hidden', 'model'))
+  state = old.init(lambda: {'w': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))})
+
+  def step(state, x):
+    return jax.tree.map(lambda w: w - 0.1, state), jnp.sum(x @ state['w'].unbox())
+
+  jitted, x = new.jit(step), jnp.ones((8, 8))
+  assert text_of(errors.LayoutError, jitted, state, x) == dedent("""\
+    argument state/w/value is on the mesh {'data': 8}, but the layout is on {'data': 2, 'model': 4}.
+    Fix: transfer it with reshard of the layout that it is stored by: old.reshard(state, new).""")
+  assert jitted(old.reshard(state, new), x)[1] == 1024
+
+
+@pytest.mark.parametrize('wrap', [spmd.with_logical_partitioning, spmd.with_partitioning])
+def test_an_initializer_that_is_not_called(wrap):
+  lecun: Any = nn.initializers.lecun_normal
+  model = nn.Dense(8, kernel_init=wrap(lecun, ('embed', 'model')))
+  text = text_of(errors.LayoutError, model.init, jax.random.key(0), jnp.ones((1, 8)))
+  assert text == dedent(f"""\
+    The initializer lecun_normal of {wrap.__name__} returned a function.
+    Fix: call it first: {wrap.__name__}(lecun_normal(), names).""")
+
+
+def test_results_that_have_a_dtype_and_are_no_arrays():
+  """A module of Linen has one."""
+  step = layout().jit(lambda x: {'x': x, 'model': nn.Dense(3)})
+  text = text_of(errors.LayoutError, step, jnp.ones(8)).splitlines()
+  assert text[0].startswith('model: Dense(') and text[0].endswith(' is no array or number of JAX.')
+  assert text[1:] == [
+    'Fix: keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).'
+  ]
+
+
+def test_arguments_of_a_search_of_another_type():
+  train_step = spmd.explore.TrainStep(lambda s, x: s, lambda: {'w': jnp.ones(8)}, jnp.ones(8))
+  given: Any = {'choices': ['batch'], 'pin': 'hidden', 'forbid': 3, 'mesh': 8, 'tensor': '2', 'top': '1'}
+  text = text_of(errors.SearchError, lambda: spmd.search(train_step, 'cpu:8', **given))
+  assert (
+    text
+    == dedent("""\
+    search does not take choices=['batch'], pin='hidden', forbid=3, tensor='2', top='1', mesh=8.
+    Fix: choices and pin are dicts by name, such as pin={'batch': 'data'}; pipelines is a list of schedules, forbid a dict or a list of names, mesh a mesh or a dict of sizes; tensor, candidates, top and jobs are integers, time_limit is a number of seconds.""")
+  )
+
+
+def test_arguments_of_an_estimate_a_comparison_and_a_calibration_of_another_type():
+  explore, lay = spmd.explore, layout(('batch', 'data'))
+  step = lambda state, x: state
+  train_step = explore.TrainStep(step, lambda: {'w': jnp.ones(8)}, {'x': np.array(['a'] * 8)})
+  assert text_of(errors.LayoutError, lambda: spmd.compare(train_step, [lay], 'cpu:8')) == dedent("""\
+    batch/x: array(['a', 'a', 'a', 'a', 'a', 'a', 'a', 'a'], dtype='<U1') is no array or number of JAX.
+    Fix: keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).""")
+  swapped: Any = explore.Pipeline(cast(Any, spmd.pipeline.OneFOneB(2)), cast(Any, lay))
+  estimator = explore.Estimator(train_step._replace(batch=jnp.ones(8)), platform='cpu')
+  for kind, ask, text in (
+    (
+      TypeError,
+      lambda: spmd.compare(train_step, {'1F1B': swapped}, 'cpu:8'),
+      'compare needs layouts and pipelines, and these are none:\n  1F1B: layout: an OneFOneB\n'
+      "Fix: pass compare(train_step, {'fsdp': Layout(mesh, rules)}, target).",
+    ),
+    (
+      TypeError,
+      lambda: estimator.estimate(cast(Any, 'cpu:8'), cast(Any, lay)),
+      "estimate needs a layout, and 'cpu:8' is none.\nFix: write estimate(Layout(mesh, rules), 'h100:64').",
+    ),
+    (
+      ValueError,
+      lambda: explore.calibrate(cast(Any, [(1.0, lay)]), 'cpu:8'),
+      f'(1.0, {lay!r}) is no pair of an outcome and seconds.\n'
+      'Fix: pass pairs of an outcome of compare or Estimator and the seconds of a whole step of it.',
+    ),
+  ):
+    with pytest.raises(kind) as caught:
+      ask()
+    assert str(caught.value) == text
+
+
+def test_a_limit_of_a_reshard_that_is_no_number():
+  limit: Any = '1GiB'
+  text = text_of(errors.LayoutError, layout().plan_reshard, {'w': jnp.ones(8)}, layout(), limit=limit)
+  assert text == (
+    "limit='1GiB' is not a number of bytes.\nFix: pass 0 or more, such as limit=8 * 2**30."
+  )

@@ -30,7 +30,7 @@ from flax_spmd._src.active_layout import in_force, mesh_in_force, report_names
 from flax_spmd._src.constraint_log import no_rule, report_constraint
 from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.jax_constraints import fitted, only_axes
-from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, check_mesh, current_mesh
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, aligned
 from flax_spmd._src.rules.table import Rules
@@ -194,7 +194,10 @@ def mesh_for_constraints(mesh: MeshLike | None = None) -> MeshLike | None:
 
   A mesh that was set inside the layout's block wins, even if only its devices differ.
   """
-  return mesh_in_force() if mesh is None else mesh
+  if mesh is None:
+    return mesh_in_force()
+  check_mesh(mesh)
+  return mesh
 
 
 def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallback: RulesFallback):

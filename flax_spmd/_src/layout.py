@@ -63,6 +63,7 @@ from flax_spmd._src.reshard.reshard_plan import (
   cast_dtype,
   check_dtypes,
   check_leaves,
+  check_limit,
   plan_transfers,
 )
 from flax_spmd._src.rules import toml_format
@@ -781,6 +782,7 @@ class Layout:
       )
     other = to.layout if isinstance(to, Plan) else to
     placement_shardings.check_concrete(other.mesh)
+    check_limit(limit)
     shardings = to.shardings_of(state) if isinstance(to, Plan) else other._shardings_by_rules(state)
     paths, leaves = zip(*leaves_with_paths(state), strict=True) if jax.tree.leaves(state) else ((), ())
     check_leaves(paths, leaves, self._mesh)

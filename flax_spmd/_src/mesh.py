@@ -17,6 +17,8 @@ this package is `AxisType.Auto`.
 from __future__ import annotations
 
 import math
+import numbers
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -27,7 +29,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import plural, value_text
+from flax_spmd._src.text import plural, shown, value_text
 from flax_spmd.errors import MeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
@@ -124,7 +126,12 @@ def abstract_mesh(
     {'data': 32, 'model': 8}
   """
   sizes = _sizes(axes, 'The mesh')
-  sizes = sizes if devices is None else _fill_in(sizes, devices)
+  if not isinstance(devices, numbers.Integral | None) or isinstance(devices, bool):
+    raise MeshError(
+      f'devices={value_text(devices)} is no number of devices.\n'
+      'Fix: pass their number, such as devices=64; make_mesh takes devices of JAX.'
+    )
+  sizes = sizes if devices is None else _fill_in(sizes, int(devices))
   _check_sizes(sizes, f'The mesh {value_text(sizes)}', allow_fill=False)
   if devices is not None and math.prod(sizes.values()) > devices:
     raise MeshError(
@@ -179,13 +186,26 @@ class PortableMesh(NamedTuple):
     return Mesh(grid, tuple(self.axes), axis_types=self.types)
 
 
+def check_mesh(mesh: Any) -> None:
+  """Raises `MeshError` for a value that is no mesh, such as a layout or the sizes of one."""
+  if not isinstance(mesh, (Mesh, AbstractMesh)):
+    raise MeshError(
+      f'{shown(value_text(mesh))} is no mesh.\n'
+      'Fix: pass a mesh, such as layout.mesh, make_mesh({...}) or abstract_mesh({...}).'
+    )
+
+
 def axis_sizes(mesh: MeshLike) -> dict[str, int]:
   """Size per axis name, in the mesh's order.
+
+  Raises:
+    MeshError: it is no mesh, but a layout, say.
 
   Example:
     >>> axis_sizes(abstract_mesh({'data': 2, 'model': 4}))
     {'data': 2, 'model': 4}
   """
+  check_mesh(mesh)
   return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
@@ -318,12 +338,18 @@ def _sizes(axes: Any, what: str) -> dict[Any, Any]:
 
 
 def _listed(devices: Any) -> list[Any]:
-  if isinstance(devices, (int, str)) or any(isinstance(device, (int, str)) for device in devices):
+  listed = list(devices) if isinstance(devices, Iterable) else [devices]
+  if not all(hasattr(device, 'process_index') for device in listed):
     raise MeshError(
       f'devices={value_text(devices)} are not devices.\n'
-      'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.'
+      'Fix: pass devices of JAX in one list, such as jax.devices()[:4]; abstract_mesh takes their number.'
     )
-  return list(devices)
+  if repeated := [device for device, count in Counter(listed).items() if count > 1]:
+    raise MeshError(
+      f'devices={value_text(devices)} contain {_named(repeated)} more than once.\n'
+      'Fix: pass every device once, such as jax.devices()[:4].'
+    )
+  return listed
 
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:

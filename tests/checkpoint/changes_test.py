@@ -241,7 +241,7 @@ def test_arguments_of_the_wrong_type(argument):
     str(caught.value)
     == dedent(f"""\
     Changes(...) does not take {name}={value!r}.
-    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or a list of names, and missing, unused and only are strings.""")
+    Fix: renames, rearranged, stacks and axes are dicts of strings by name, moved and resized are a name or a list of names, and missing, unused and only are strings.""")
   )
 
 
@@ -394,3 +394,9 @@ def test_a_part_that_a_rename_takes_out_of_one_of_its_name(tmp_path):
   target = layout.abstract(lambda: {'params': {'w': w}, 'step': 3})
   changes = Changes(only='params', renames={'^params/params': 'params'})
   assert checkpoint.restore(tmp_path / 'a', target, changes=changes) == {'w': w}
+
+
+def test_names_of_an_axis_that_are_no_strings():
+  with pytest.raises(errors.CheckpointError) as caught:
+    Changes(axes={'a': 3})
+  assert str(caught.value).splitlines()[0] == "Changes(...) does not take axes={'a': 3}."

@@ -446,3 +446,14 @@ def test_the_position_after_the_loop(layout, tmp_path):
     again = Iterable()
     manager.resume(create, data=again)
   assert next(again) == 4
+
+
+def test_data_without_a_position(tmp_path):
+  layout = spmd.Layout({'data': 8})
+  with checkpoint.Manager(tmp_path, layout, every=1) as manager:
+    with pytest.raises(errors.CheckpointError) as caught:
+      manager.save(1, {'w': jnp.ones(8)}, data=[1, 2])
+  assert str(caught.value) == (
+    'data is a list, without a position to save.\n'
+    'Fix: pass an iterator with get_state and set_state, as those of Grain, or leave data out.'
+  )

@@ -434,7 +434,7 @@ def test_a_state_keeps_data_that_are_no_arrays():
     plan.shard(state)
   assert str(error.value) == (
     "gradients/dtypes/a: dtype('float32') is no array or number of JAX.\n"
-    'Fix: convert it with numpy.asarray, or keep it out of the tree.'
+    'Fix: keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).'
   )
 
 

@@ -142,3 +142,12 @@ def test_remat_scan_with_names_for_other_levels():
 def test_remat_scan_without_lengths_is_refused_with_a_reason():
   with pytest.raises(ValueError, match='lengths'):
     abstract(deep(spmd.remat_scan, (), True), X)
+
+
+@pytest.mark.parametrize('lengths', [(), 3])
+def test_lengths_that_are_no_levels(lengths):
+  with pytest.raises(ValueError) as caught:
+    spmd.remat_scan(nn.Dense, lengths)
+  assert str(caught.value) == (
+    f'remat_scan has lengths={lengths}.\nFix: give the iterations per level, such as (4, 6).'
+  )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -926,3 +927,40 @@ def test_gradients_that_do_not_need_the_last_forward():
   expected = jax.jit(step)(W, X)
   actual = layout().pipeline_jit(step)(W, X)
   jax.tree.map(np.testing.assert_allclose, actual, expected)
+
+
+def test_a_pipeline_in_a_function_that_jax_traces():
+  """It is several programs, which no other program contains."""
+  pipelined = layout(('batch', 'data')).pipeline_jit(step_of(model))
+  for call in (
+    lambda: jax.jit(pipelined)(W, X),
+    lambda: layout(('batch', 'data')).jit(pipelined)(W, X),
+    lambda: jax.grad(lambda w: pipelined(w, X)[0])(W),
+    lambda: jax.vmap(pipelined, in_axes=(None, 0))(W, X[None]),
+  ):
+    assert text_of(call) == dedent("""\
+      pipeline_jit of step is called in a function that JAX traces, such as one of jit, grad or vmap: a pipeline is several programs.
+      Fix: call it outside, and put what is around it into the function of pipeline_jit.""")
+
+
+def test_functions_of_a_microbatch_that_are_none_or_return_other_values():
+  number: Any = 3
+  assert text_of(lambda: accumulate(number, X, FOUR)) == dedent("""\
+    accumulate has an int in place of a function.
+    Fix: write accumulate(fn, batch), such as accumulate(lambda x: jax.grad(loss)(params, x), batch).""")
+  assert (
+    text_of(lambda: accumulate(lambda x: {'loss': x, 'name': 'mse'}, X, FOUR))
+    == dedent("""\
+    accumulate: results of the function are not arrays:
+      name: 'mse' is a str
+    Fix: return arrays and numbers; what is the same for all microbatches stays outside of accumulate.""")
+  )
+
+
+def test_a_number_of_stages_that_is_not_that_of_the_schedule():
+  """It is checked for a model that marks its stages, too, where it decides nothing."""
+  assert text_of(
+    lambda: layout(('batch', 'data')).pipeline_jit(step_of(model), stages=5)(W, X)
+  ) == dedent("""\
+    stages=5, but OneFOneB(ranks=4) has 4 stages.
+    Fix: pass stages=4, or a schedule of 5 stages.""")

@@ -194,7 +194,8 @@ def test_leaves_that_cannot_move():
     large: 1099511627776 is no array or number of JAX.
     text: 'adam' is no array or number of JAX.
     Fix: pass the state that the step returned, not the one that was donated to it.
-    Fix: convert it with numpy.asarray, or keep it out of the tree.""")
+    Fix: pass a smaller number or a float, or set jax_enable_x64 before JAX is first used.
+    Fix: keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).""")
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(whole))
   with pytest.raises(spmd.errors.LayoutError) as caught:
     FSDP.reshard({'w': jax.ShapeDtypeStruct((8,), jnp.float32)}, HALF)

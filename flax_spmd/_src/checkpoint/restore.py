@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
+from jax.sharding import NamedSharding
+
 from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
@@ -29,6 +31,7 @@ from flax_spmd._src.checkpoint.storage.verification import Damage
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
+from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd._src.text import shown, value_text
@@ -298,10 +301,24 @@ def _check_arguments(target: Any, request: RestoreRequest) -> None:
 
 def _prepared(target: Any, request: RestoreRequest, reader: CheckpointReader) -> RestoreTarget | None:
   """The restore target of a tree; None without a tree."""
-  return None if target is None else targets.of_tree(target, request.changes, reader.record.leaves)
+  if target is None:
+    return None
+  return _on_devices(targets.of_tree(target, request.changes, reader.record.leaves))
 
 
 def _of_record(reader: CheckpointReader, request: RestoreRequest) -> RestoreTarget:
   """The restore target of a checkpoint's own record."""
   layout = targets.layout_of(reader.record, request.layout, request.mesh, request.rules)
-  return targets.of_record(reader.record, layout, request.changes, request.boxed)
+  return _on_devices(targets.of_record(reader.record, layout, request.changes, request.boxed))
+
+
+def _on_devices(target: RestoreTarget) -> RestoreTarget:
+  """The target, whose meshes have devices.
+
+  Raises:
+    MeshError: one is abstract.
+  """
+  shardings = {getattr(value, 'sharding', None) for value in target.values.values()}
+  for mesh in {each.mesh for each in shardings if isinstance(each, NamedSharding)}:
+    check_concrete(mesh)
+  return target

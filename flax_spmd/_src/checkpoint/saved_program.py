@@ -31,10 +31,11 @@ from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store, path_text
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.joint_call import first_line
-from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, check_mesh, describe, make_mesh
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.box_trees import plain
 from flax_spmd._src.names.nnx_variables import has_modules
+from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import array_text, plural, value_text
 from flax_spmd.errors import (
@@ -303,6 +304,9 @@ def _mesh_of(path: Any, head: Mapping[str, Any], mesh: Mesh | None) -> Mesh:
   needed = int(np.prod(list(axes.values()), dtype=int))
   fix = f'save it under a layout on these devices, or load it on {plural(needed, "device")}.'
   types = {name: AxisType[kind] for name, kind in head['types'].items()}
+  if mesh is not None:
+    check_mesh(mesh)
+    check_concrete(mesh)
   if mesh is not None and list(axis_sizes(mesh).items()) != list(axes.items()):
     raise MeshError(f'{path} is a program for the mesh {axes}, not for {describe(mesh)}.\nFix: {fix}')
   if mesh is not None and axis_types(mesh) != types:
@@ -370,7 +374,7 @@ def _differences(wanted: Mapping[str, str], given: Mapping[str, Any]) -> Iterato
       yield Problem(f'{path}: {text} in the program, but not among the arguments.', fix, LayoutError)
     elif _text(given[path]) != text:
       yield Problem(f'{path}: {text} in the program, but {_text(given[path])}.', fix, LayoutError)
-  for path in given.keys() - wanted.keys():
+  for path in (path for path in given if path not in wanted):
     yield Problem(f'{path}: among the arguments, but not in the program.', fix, LayoutError)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -22,7 +22,7 @@ from flax_spmd._src.compare.hardware import Chip, Target, parse_target
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import plural, time_text
+from flax_spmd._src.text import plural, shown, time_text, value_text
 
 # Ends of the bracket after calibration on one step of the same model, fitted to published step times.
 CALIBRATED = (0.93, 1.07)
@@ -106,7 +106,7 @@ def calibrate(
     >>> calibration.names
     ('data',)
   """
-  parsed, measured = parse_target(target, hardware), list(measured)
+  parsed, measured = parse_target(target, hardware), _pairs(measured)
   problems = [
     f'{_label(one)}: {text}' for one, time in measured if (text := _problem(one, time, parsed))
   ]
@@ -123,6 +123,14 @@ def calibrate(
   high = max(CALIBRATED[1], *(one / pace for one in paces), 1.0)
   chip = chip._replace(pace=pace, spread=(low, high))
   return Calibration(chip, tuple(map(_label, (outcome for outcome, _ in measured))), errors)
+
+
+def _pairs(measured: Any) -> list[tuple[Outcome, float]]:
+  pairs = list(measured) if isinstance(measured, Iterable) else [measured]
+  for pair in pairs:
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and hasattr(pair[0], 'counts')):
+      raise ValueError(f'{shown(value_text(pair))} is no pair of an outcome and seconds.\n{_FIX}')
+  return pairs
 
 
 def _expected(outcome: Outcome, chip: Chip) -> float:

@@ -33,6 +33,7 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import with_article
 from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 
 
@@ -126,8 +127,12 @@ def _named(
       f'compare needs layouts by name, or a list of them, not a {type(layouts).__name__}.\n{_FIX}'
     )
   wrong = [(name, row) for name, row in rows.items() if not isinstance(row, (Layout, Pipeline))]
+  pipelines = [(name, row) for name, row in rows.items() if isinstance(row, Pipeline)]
+  wrong += [
+    (f'{name}: layout', row.layout) for name, row in pipelines if not isinstance(row.layout, Layout)
+  ]
   if wrong:
-    given = '\n'.join(f'  {name}: a {type(row).__name__}' for name, row in wrong)
+    given = '\n'.join(f'  {name}: {with_article(type(row).__name__)}' for name, row in wrong)
     raise TypeError(f'compare needs layouts and pipelines, and these are none:\n{given}\n{_FIX}')
   if not rows:
     raise TypeError(f'compare needs at least one layout.\n{_FIX}')

@@ -26,12 +26,14 @@ from flax_spmd._src.compat import (
   used_arguments,
 )
 from flax_spmd._src.constraint_log import record_constraints
+from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.jit.doubtful_operations import doubtful_operations
 from flax_spmd._src.jit.replicated_batches import batch_sizes, replicated_batches
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.names.nnx_variables import arrays_of, first_places
 from flax_spmd._src.names.tree_names import leaf_parts
+from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.source_lines import source_line
 from flax_spmd.errors import TargetDeviceError
@@ -170,6 +172,11 @@ def abstract_arguments(train_step: TrainStep, layout: Layout) -> tuple[Any, Any]
 def abstract_batch(train_step: TrainStep, layout: Layout) -> Any:
   """The batch of a step as `jax.ShapeDtypeStruct`s with the layout's shardings."""
   batch, placements = train_step.batch, train_step.placements
+  check_usable(
+    (path, leaf)
+    for path, leaf in leaves_with_paths({'batch': batch})
+    if not isinstance(leaf, jax.ShapeDtypeStruct)
+  )
   shapes = batch if _is_abstract(batch) else jax.eval_shape(lambda: batch)
   if placements is None:
     placements = jax.tree.map(

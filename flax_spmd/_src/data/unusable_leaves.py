@@ -36,11 +36,17 @@ def unusable(path: str, leaf: Any) -> Problem | None:
     return Problem(deleted, fix) if leaf.is_deleted() else None
   if not hasattr(leaf, '__jax_array__') and not _is_number(leaf):
     shown = ' '.join(value_text(leaf).split())
-    return Problem(
-      f'{path}: {shown:.60} is no array or number of JAX.',
-      'convert it with numpy.asarray, or keep it out of the tree.',
-    )
+    return Problem(f'{path}: {shown:.60} is no array or number of JAX.', _fix(leaf))
   return None
+
+
+def _fix(leaf: Any) -> str:
+  if isinstance(leaf, int):
+    return 'pass a smaller number or a float, or set jax_enable_x64 before JAX is first used.'
+  is_array = hasattr(leaf, 'shape') and hasattr(leaf, 'dtype') and not isinstance(leaf, np.ndarray)
+  if is_array or isinstance(leaf, range):
+    return 'convert it with numpy.asarray, or keep it out of the tree.'
+  return 'keep it out of the tree, or make it static, such as by flax.struct.field(pytree_node=False).'
 
 
 def _is_number(leaf: Any) -> bool:

@@ -63,7 +63,7 @@ from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import shown, size_text, value_text
 from flax_spmd.errors import EstimatorError, TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
@@ -205,7 +205,12 @@ class Estimator:
       LayoutError: logical names do not fit the arrays or the mesh.
       EstimatorError: the step has to be partitioned, and the target's compiler cannot, or is not installed.
     """
-    target = parse_target(target) if isinstance(target, str) else target
+    if not isinstance(layout, Layout):
+      raise TypeError(
+        f'estimate needs a layout, and {shown(value_text(layout))} is none.\n'
+        "Fix: write estimate(Layout(mesh, rules), 'h100:64')."
+      )
+    target = target if isinstance(target, Target) else parse_target(target)
     if self.reason:
       return self._partitioned(layout, target)
     sizes = axis_sizes(layout.mesh)

@@ -94,6 +94,11 @@ class JitProgram(NamedTuple):
   hosted: tuple[int, ...]
 
 
+def _is_array(leaf: Any) -> bool:
+  """Whether a result has a shape and a dtype, as arrays have, abstract ones included; a module may have a dtype."""
+  return hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
+
+
 class TracedFunction:
   """A function as JAX traces it under a layout.
 
@@ -151,7 +156,7 @@ class TracedFunction:
       if has_modules(result):  # before JAX flattens them: parts of a module may be no arrays
         raise TakesModules
       check_no_cycles(result)
-      check_usable(each for each in leaves_with_paths(result) if not hasattr(each[1], 'dtype'))
+      check_usable(each for each in leaves_with_paths(result) if not _is_array(each[1]))
       return _on_all_devices(result, self._mesh) if anchored else result
 
     return body

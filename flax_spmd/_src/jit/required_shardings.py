@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.jit.arguments import Arguments
-from flax_spmd._src.mesh import MeshLike, describe
+from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
 from flax_spmd._src.text import array_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
@@ -78,6 +78,8 @@ def explained_arguments(arguments: Arguments, args: Any, kwargs: Any, mesh: Mesh
       if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     ]
     problems = _on_other_devices(leaves, mesh) if 'incompatible devices' in text else []
+    if 'is incompatible with mesh_shape' in text:
+      problems += _on_other_meshes(leaves, mesh)
     if 'has been deleted' in text:
       problems += [problem for path, leaf in leaves if (problem := unusable(path, leaf))]
     if 'not a valid JAX type' in text:
@@ -108,6 +110,18 @@ def _on_other_devices(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -
     )
     for path, leaf in leaves
     if devices and leaf.committed and leaf.sharding.device_set != devices
+  ]
+
+
+def _on_other_meshes(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:
+  """The arrays whose mesh JAX cannot describe the program's shardings on."""
+  return [
+    Problem(
+      f'{path} is on the mesh {describe(leaf.sharding.mesh)}, but the layout is on {describe(mesh)}.',
+      'transfer it with reshard of the layout that it is stored by: old.reshard(state, new).',
+    )
+    for path, leaf in leaves
+    if isinstance(leaf.sharding, NamedSharding) and axis_sizes(leaf.sharding.mesh) != axis_sizes(mesh)
   ]
 
 

@@ -29,7 +29,7 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.rules.decisions import Resolution
-from flax_spmd._src.rules.placements import is_names, parts
+from flax_spmd._src.rules.placements import axes_for_names, is_names, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
@@ -151,6 +151,9 @@ def _constrain_part(part: Any, placement: Any) -> Any:
   if placement is None:
     return part
   if is_names(placement):
+    mesh, rules = mesh_for_constraints(), in_force(tracing=True).rules
+    sizes = {} if mesh is None else axis_sizes(mesh)
+    raise_problems([each.at('constraint') for each in axes_for_names(placement, sizes, rules)])
     return jax.tree.map(lambda leaf: with_logical_constraint(leaf, placement), part)
   if isinstance(placement, Sharding):
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, placement), part)

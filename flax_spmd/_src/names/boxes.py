@@ -34,7 +34,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.constraints import constrain_on, mesh_for_constraints, resolve_for_constraint
-from flax_spmd._src.mesh import MeshLike, PortableMesh, axis_sizes
+from flax_spmd._src.mesh import MeshLike, PortableMesh, axis_sizes, check_mesh
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
@@ -411,6 +411,7 @@ class LogicallyPartitioned(Partitioned):
     Raises:
       UnmatchedNameError, ConflictError: as the table's policies demand.
     """
+    check_mesh(mesh)
     rules = in_force().rules if self.rules is None else self.rules
     report_names(self.names)
     return NamedSharding(mesh, rules.spec(self.names) or PartitionSpec())
@@ -505,7 +506,13 @@ def _boxing(wrapper: str, fn: Any, box: Callable[[Any], Any]) -> Callable[..., A
   @functools.wraps(fn)
   def boxed(*args, **kwargs):
     _check_initializer(wrapper, fn)
-    return box(fn(*args, **kwargs))
+    value = fn(*args, **kwargs)
+    if callable(value) and not hasattr(value, 'shape'):
+      raise LayoutError(
+        f'The initializer {fn.__name__} of {wrapper} returned a function.\n'
+        f'Fix: call it first: {wrapper}({fn.__name__}(), names).'
+      )
+    return box(value)
 
   return boxed
 

@@ -58,8 +58,10 @@ def remat_scan(
     >>> jax.eval_shape(Deep().init, jax.random.key(0), jnp.ones((1, 8)))['params']['stack']['kernel']
     LogicallyPartitioned(float32[2,3,8,8], names=('group', 'layer', 'embed', 'mlp'))
   """
-  if not lengths:
-    raise ValueError('remat_scan has no lengths.\nFix: give the iterations per level, such as (4, 6).')
+  if not lengths or not isinstance(lengths, Sequence):
+    raise ValueError(
+      f'remat_scan has lengths={lengths!r}.\nFix: give the iterations per level, such as (4, 6).'
+    )
   per_level = _per_level(metadata_params, len(lengths))
   if len(per_level) != len(lengths):
     raise ValueError(

@@ -22,7 +22,7 @@ from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import first_lines, value_text
+from flax_spmd._src.text import first_lines, value_text, with_article
 from flax_spmd.errors import PipelineError
 
 
@@ -74,7 +74,7 @@ def accumulate(
   """
   check_schedule(schedule, 'accumulate')
   count, batch = _split(batch, microbatches, schedule, axis)
-  traced = jax.jit(fn)  # traced once, for `eval_shape` and for the loop
+  traced = jax.jit(_of_arrays(fn))  # traced once, for `eval_shape` and for the loop
   avals = jax.tree.map(jax.typeof, batch)
   one = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype), avals)
   results, treedef = jax.tree.flatten(jax.eval_shape(traced, one))
@@ -105,6 +105,27 @@ def accumulate(
     )
     for each, old in zip(ops, carry)
   )
+
+
+def _of_arrays(fn: Any) -> Callable[[Any], Any]:
+  """The function of a microbatch, whose results are checked.
+
+  Raises:
+    PipelineError: it is no function; a call raises it for results that are not arrays.
+  """
+  if not callable(fn):
+    raise PipelineError(
+      f'accumulate has {with_article(type(fn).__name__)} in place of a function.\n'
+      'Fix: write accumulate(fn, batch), such as accumulate(lambda x: jax.grad(loss)(params, x), batch).'
+    )
+
+  def checked(microbatch: Any) -> Any:
+    result = fn(microbatch)
+    fix = 'return arrays and numbers; what is the same for all microbatches stays outside of accumulate.'
+    check_arrays(named_leaves(result), 'accumulate: results of the function are not arrays', fix)
+    return result
+
+  return checked
 
 
 def _split(

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
+from flax_spmd._src.compat import NO_TRACE, trace_context
 from flax_spmd._src.constraint_log import ConstraintRequest, record_constraints
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
@@ -122,6 +123,12 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   ):
     self.in_force = InForce(mesh, rules)
     check_function(fn, self.in_force)
+    if isinstance(fn, UnderLayout):
+      name = getattr(fn, '__name__', 'the function')
+      raise PipelineError(
+        f'pipeline_jit: {name} is already jitted by a layout, so it cannot be cut into stages.\n'
+        f'Fix: pass the function itself, {name}.__wrapped__.'
+      )
     functools.update_wrapper(self, fn)
     self._fn, self._arguments = fn, Arguments.of(fn, options)
     name = f'pipeline_jit of {getattr(fn, "__name__", type(fn).__name__)}'
@@ -137,6 +144,12 @@ class Pipelined(UnderLayout, Generic[P, Result]):
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
     """Runs the function; first traces and compiles it if the structure of the arguments is new."""
+    if trace_context.trace is not NO_TRACE:
+      raise PipelineError(
+        f'{self._setting.name} is called in a function that JAX traces, such as one of jit, grad or vmap: '
+        'a pipeline is several programs.\n'
+        'Fix: call it outside, and put what is around it into the function of pipeline_jit.'
+      )
     values, named = self._arguments.by_position(args, kwargs)
     latest = self._latest
     leaves = None if latest is None else latest.leaves(values, named)
@@ -321,8 +334,9 @@ class TracedPipelineStep:
     if not step.loop.once:
       self._warn_of_batch(step)
     schedule, stages = step.loop.schedule or self._setting.schedule, self._setting.stages
-    if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
+    if stages is not None:
       self._check_stages(stages, schedule)
+    if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       name, reported = self._setting.name, self._setting.reported
       step.loop.body = auto_stages.with_ends(step.loop.body, stages, name, reported)
     deferred = self._deferred(step)

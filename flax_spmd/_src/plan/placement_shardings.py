@@ -22,7 +22,7 @@ from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
-from flax_spmd._src.rules.placements import PlacedPart, is_table, parts
+from flax_spmd._src.rules.placements import PlacedPart, axes_for_names, is_table, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import rank_text, value_text
 from flax_spmd._src.tree_paths import path_string
@@ -210,7 +210,8 @@ class _NamedArrays:
       static = Static((*placement, *(None,) * (len(shape) - len(placement))), False)
     else:
       static = Static(placement, True)
-      problems += [problem.at(path) for problem in _axes_for_names(placement, planner)]
+      wrong = axes_for_names(placement, planner.sizes, planner.rules)
+      problems += [problem.at(path) for problem in wrong]
       _warn_of_typos(path, placement, planner)
     resolution = planner.resolve_names(static, shape)
     problems += [problem.at(path) for problem in resolution.problems]
@@ -231,18 +232,6 @@ def _too_long(spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:
     f'{spec} has {count} for an array of {rank_text(shape)}.',
     'give at most one entry per dimension.',
   )
-
-
-def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
-  """The mesh axes among logical names, which would be ignored silently."""
-  return [
-    Problem(
-      f'dim {dim} {value_text(name)}: this is a mesh axis, where logical names are expected.',
-      'give mesh axes as a PartitionSpec, or use a logical name that has a rule.',
-    )
-    for dim, name in enumerate(names)
-    if name in planner.sizes and name not in planner.rules.by_name
-  ]
 
 
 def _warn_of_typos(path: str, names: Any, planner: Planner) -> None:

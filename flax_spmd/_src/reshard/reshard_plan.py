@@ -11,6 +11,7 @@ come first, and free their memory for the others.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.mesh import describe
@@ -215,6 +216,14 @@ def cast_dtype(leaf: Any, dtype: Any) -> Any:
   return jnp.dtype(dtype)
 
 
+def check_limit(limit: Any) -> None:
+  """Raises `LayoutError` for a limit that is no number of bytes."""
+  if limit is not None and not (isinstance(limit, numbers.Real) and float(limit) >= 0):
+    raise LayoutError(
+      f'limit={value_text(limit)} is not a number of bytes.\nFix: pass 0 or more, such as limit=8 * 2**30.'
+    )
+
+
 def check_leaves(paths: Sequence[str], leaves: Sequence[Any], mesh: Any) -> None:
   """Raises `LayoutError` for leaves that no reshard can move, and for arrays on no device of the layout's mesh."""
   found = (_problem_of(path, leaf, mesh) for path, leaf in zip(paths, leaves, strict=True))
@@ -229,6 +238,11 @@ def _problem_of(path: str, leaf: Any, mesh: Any) -> Problem | None:
     )
   if not isinstance(leaf, jax.ShapeDtypeStruct) and (problem := unusable(path, leaf)):
     return problem
+  if isinstance(getattr(getattr(leaf, 'sharding', None), 'mesh', None), AbstractMesh):
+    return Problem(
+      f'{path}: its mesh {describe(leaf.sharding.mesh)} is abstract: there are no devices that hold it.',
+      'plan the state on a layout over a concrete mesh.',
+    )
   if isinstance(leaf, jax.Array) and _is_elsewhere(leaf, mesh):
     return Problem(
       f'{path}: it is stored as {_text(leaf.sharding)}, on no device of the layout on {describe(mesh)}.',

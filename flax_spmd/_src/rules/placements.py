@@ -11,6 +11,7 @@ its own:
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,10 @@ from jax.sharding import PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 
 from flax_spmd._src.cycles import check_no_cycles
-from flax_spmd._src.rules.table import is_whole_table
+from flax_spmd._src.rules.table import Rules, is_whole_table
 from flax_spmd._src.text import shown, value_text
 from flax_spmd._src.tree_paths import path_string
-from flax_spmd.errors import LayoutError
+from flax_spmd.errors import LayoutError, Problem
 
 
 class PlacedPart(NamedTuple):
@@ -86,6 +87,24 @@ def is_placement(x: Any) -> bool:
 def is_table(x: Any) -> bool:
   """Whether this is a rule table, or a clause that is one on its own."""
   return not isinstance(x, Sharding) and is_whole_table(x)
+
+
+def axes_for_names(names: Any, sizes: Container[str], rules: Rules) -> list[Problem]:
+  """The mesh axes among logical names, which would be ignored silently.
+
+  Args:
+    names: logical names of one array.
+    sizes: the axes of the mesh.
+    rules: the rule table.
+  """
+  return [
+    Problem(
+      f'dim {dim} {value_text(name)}: this is a mesh axis, where logical names are expected.',
+      'give mesh axes as a PartitionSpec, or use a logical name that has a rule.',
+    )
+    for dim, name in enumerate(names)
+    if name in sizes and name not in rules.by_name
+  ]
 
 
 def is_names(x: Any) -> bool:

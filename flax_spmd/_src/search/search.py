@@ -14,8 +14,9 @@ searched alongside (`pipelines`).
 from __future__ import annotations
 
 import functools
+import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -125,6 +126,13 @@ def search(
   """
   check_train_step(train_step, 'search')
   hardware_target = parse_target(target, hardware)
+  _check_types(
+    (Mapping, {'choices': choices, 'pin': pin}),
+    (Collection, {'pipelines': pipelines, 'forbid': forbid}),
+    (numbers.Integral, {'tensor': tensor, 'candidates': candidates, 'top': top, 'jobs': jobs}),
+    (numbers.Real, {'time_limit': time_limit}),
+    (Mapping | Mesh | AbstractMesh, {'mesh': mesh}),
+  )
   values = {name: tuple(values) for name, values in (choices or {}).items()}
   _check(hardware_target, top, candidates, values)
   check_pipelines(pipelines, hardware_target)
@@ -148,6 +156,23 @@ def search(
   most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
   limit = min(candidates, most)
   return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
+
+
+def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:
+  """Raises SearchError for the arguments of `search` that are of another type than theirs, or None."""
+  wrong = [
+    f'{name}={value_text(value)}'
+    for kind, values in kinds
+    for name, value in values.items()
+    if value is not None and not isinstance(value, kind)
+  ]
+  if wrong:
+    raise SearchError(
+      f'search does not take {", ".join(wrong)}.\n'
+      "Fix: choices and pin are dicts by name, such as pin={'batch': 'data'}; pipelines is a list of schedules, forbid a dict "
+      'or a list of names, mesh a mesh or a dict of sizes; tensor, candidates, top and jobs are integers, time_limit is a '
+      'number of seconds.'
+    )
 
 
 def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tuple[Any, ...]]) -> None:

@@ -150,6 +150,9 @@ def _check_types(
   renames = mappings['renames']
   if _is_mapping(renames) and not all(map(_is_replacement, dict(renames or ()).values())):
     wrong.append(f'renames={value_text(renames)}')
+  axes = mappings['axes']
+  if _is_mapping(axes) and not is_strings(dict(axes or ()).values()):
+    wrong.append(f'axes={value_text(axes)}')
   wrong += [f'{name}={value_text(value)}' for name, value in of_names.items() if not is_strings(value)]
   wrong += [
     f'{name}={value_text(value)}'
@@ -159,7 +162,7 @@ def _check_types(
   if wrong:
     raise CheckpointError(
       f'Changes(...) does not take {", ".join(wrong)}.\n'
-      'Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved and resized are a name or a list of names, '
+      'Fix: renames, rearranged, stacks and axes are dicts of strings by name, moved and resized are a name or a list of names, '
       'and missing, unused and only are strings.'
     )
 

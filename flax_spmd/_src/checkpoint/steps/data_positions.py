@@ -21,6 +21,7 @@ from flax_spmd._src.data.prefetch import reader_of
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import exchange, ranges
+from flax_spmd._src.text import with_article
 from flax_spmd.errors import CheckpointError
 
 _DATA = 'flax_spmd_data'
@@ -43,7 +44,15 @@ class DataIterator(Protocol):
 
 def position_of(data: DataIterator | None) -> str | None:
   """The position of this process's iterator, as text."""
-  return None if data is None else _to_text(reader_of(data).get_state())
+  if data is None:
+    return None
+  reader = reader_of(data)
+  if not hasattr(reader, 'get_state'):
+    raise CheckpointError(
+      f'data is {with_article(type(reader).__name__)}, without a position to save.\n'
+      'Fix: pass an iterator with get_state and set_state, as those of Grain, or leave data out.'
+    )
+  return _to_text(reader.get_state())
 
 
 def positions_metadata(position: str | None, layout: Layout) -> dict[str, Any]:
