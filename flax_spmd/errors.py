@@ -77,7 +77,7 @@ class MeshError(FlaxSpmdError, ValueError):
 
 
 class TargetDeviceError(FlaxSpmdError, ValueError):
-  """Raised when target hardware is unknown, or when its compiler is not installed."""
+  """Raised when target hardware is unknown, cannot run a step, or has no compiler here."""
 
 
 class EstimatorError(FlaxSpmdError, NotImplementedError):

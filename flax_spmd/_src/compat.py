@@ -1056,6 +1056,9 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   )
 
 
+# JAX 0.10 gives the operations of an inlined program the source line of its call. Can go with jax >= 0.12.
+KEEPS_LINES_INLINE = jax.__version_info__ >= (0, 12)
+
 JITS = frozenset({'jit', 'closed_call', 'eval_jaxpr'})
 """Names of the calls of a program; JAX 0.12 has `eval_jaxpr` in place of `closed_call`."""
 REMATS = frozenset({'remat2'})
@@ -1596,6 +1599,11 @@ _needs_lock = threading.RLock()  # one thread at a time changes which primitives
 def is_python_call(equation: Any) -> bool:
   """Whether an operation is a call of Python while the program runs, such as that of `jax.debug.print`."""
   return equation.primitive in _PYTHON_CALLS
+
+
+def is_ordered_print(equation: Any) -> bool:
+  """Whether an operation is a call of `jax.debug` with `ordered=True`, which JAX lowers for one device only."""
+  return equation.primitive in (debug_callback_p, debug_print_p) and bool(equation.params.get('ordered'))
 
 
 def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str, mesh: Any) -> Any:

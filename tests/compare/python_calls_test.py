@@ -181,6 +181,31 @@ def test_calls_in_a_fixed_order(monkeypatch):
   )
 
 
+def printed_in_order(h):
+  jax.debug.print('{}', h.mean(), ordered=True)
+  return 1.0
+
+
+FINDS = {
+  'compare': lambda step: compare(step, {'': LAYOUT}, 'cpu:8'),
+  'search': lambda step: spmd.search(step, 'cpu:8', candidates=2, top=0),
+}
+
+
+@pytest.mark.parametrize('find', FINDS.values(), ids=FINDS)
+def test_prints_in_a_fixed_order_are_for_one_device(find):
+  step = train_step(printed_in_order)
+  with pytest.raises(spmd.errors.TargetDeviceError) as caught:
+    find(step)
+  line = printed_in_order.__code__.co_firstlineno + 1
+  assert str(caught.value) == (
+    'The step calls jax.debug with ordered=True, which JAX supports on one device, and cpu:8 has 8: '
+    f'python_calls_test.py:{line}.\nFix: pass ordered=False there.'
+  )
+  alone = spmd.Layout(spmd.abstract_mesh({'data': 1}), RULES)
+  assert compare(step, {'': alone}, 'cpu:1')[''].error is None
+
+
 @pytest.mark.parametrize('name', ['printed', 'pure'])
 def test_a_pipeline_with_calls_of_python(name):
   def step(params, x):
@@ -210,3 +235,12 @@ def test_partitioned_as_compiled(name):
   assert estimate.counts.by_axis() == pytest.approx(compiled.counts.by_axis())
   assert estimate.memory.peak == pytest.approx(compiled.memory.peak, rel=0.05)
   assert any(text.startswith('calls of Python are left out') for text in estimate.doubts)
+
+
+def test_lines_of_a_step_whose_batch_is_constrained():
+  program = compare(train_step(printed), {'': LAYOUT}, 'cpu:8')[''].program
+  line = printed.__code__.co_firstlineno + 1
+  assert program.left_out == (
+    'calls of Python are left out, with all that is computed for them alone: debug_print at '
+    f'python_calls_test.py:{line}',
+  )

@@ -87,7 +87,8 @@ def lower(
       quarter more time.
 
   Raises:
-    TargetDeviceError: the mesh and the target differ in their number of devices.
+    TargetDeviceError: the mesh and the target differ in their number of devices; or the step calls `jax.debug` in a fixed
+      order, and the target has several devices.
     LayoutError: logical names do not fit the arrays.
     MeshError: the step constrains arrays on another mesh than the layout's.
     Exception: any error that the model raises while it is traced.
@@ -99,6 +100,7 @@ def lower(
     jitted = train_step.jitted(abstract, donate=True)
     with record_constraints() as requests:
       traced = jitted.trace(state, batch)
+    _check_order(traced.jaxpr, target)
     lowered = lower_for_target(traced, target.chip.platform, abstract.mesh)
   text = lowered.as_text()
   used = set(used_arguments(lowered))
@@ -141,6 +143,18 @@ def python_calls(jaxpr: Any) -> tuple[str, ...]:
   return (f'calls of Python are left out, with all that is computed for them alone: {listed}',) * bool(
     lines
   )
+
+
+def _check_order(jaxpr: Any, target: Target) -> None:
+  """Raises if a step calls `jax.debug` in a fixed order for several devices: JAX cannot lower it, and names no line."""
+  lines = [
+    source_line(one.source_info) for one in compat.equations_in(jaxpr) if compat.is_ordered_print(one)
+  ]
+  if lines and target.devices > 1:
+    raise TargetDeviceError(
+      f'The step calls jax.debug with ordered=True, which JAX supports on one device, and {target.text} has '
+      f'{target.devices}: {", ".join(dict.fromkeys(lines))}.\nFix: pass ordered=False there.'
+    )
 
 
 def layout_on_target(layout: Layout, target: Target) -> Layout:

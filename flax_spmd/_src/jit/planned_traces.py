@@ -176,7 +176,7 @@ class TracedFunction:
   def _inlined(self, anchored: bool, batch: BatchLeaves | None, fetches: bool) -> Any:
     """The function as another program contains it: the trace of the plan, not a new one."""
     statics = {name: value for name, value in self._options.items() if name.startswith('static_')}
-    return jax.jit(self._body(anchored, batch, (), fetches), inline=True, **statics)
+    return jax.jit(self._body(anchored, batch, (), fetches), inline=compat.KEEPS_LINES_INLINE, **statics)
 
   def _rewritten(
     self, anchored: bool, batch: BatchLeaves | None, fetches: bool, args: Any, kwargs: Any
