@@ -8,6 +8,7 @@ pipeline, by its schedule, with the same result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,7 @@ def _of_arrays(fn: Any) -> Callable[[Any], Any]:
       'Fix: write accumulate(fn, batch), such as accumulate(lambda x: jax.grad(loss)(params, x), batch).'
     )
 
+  @functools.wraps(fn, updated=())
   def checked(microbatch: Any) -> Any:
     result = fn(microbatch)
     fix = 'return arrays and numbers; what is the same for all microbatches stays outside of accumulate.'
