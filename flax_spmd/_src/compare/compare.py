@@ -86,7 +86,7 @@ def compare(
     ...   'tensor': Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),)),
     ... }
     >>> comparison = compare(train_step, layouts, 'cpu:8')
-    >>> comparison['data'].memory.rest, comparison['tensor'].memory.rest
+    >>> comparison['data'].memory.parameters, comparison['tensor'].memory.parameters
     (65536, 8192)
   """
   check_train_step(train_step, 'compare')

@@ -423,7 +423,7 @@ class _Parts:
 
       name = compat.GroupAxisName('part')  # convolutions of parts are in a `shard_map`
       mapped = jax.vmap(run, [places], axis_size=self._count(over), axis_name=name, spmd_axis_name=over)
-      with jax.sharding.use_abstract_mesh(self._mesh):
+      with compat.without_mesh(), jax.sharding.use_abstract_mesh(self._mesh):
         found = mapped([*parts.values()])
       known |= zip(results, found, strict=True)
 
