@@ -211,7 +211,7 @@ def test_prints_in_a_fixed_order_are_for_one_device(find):
   assert compare(step, {'': alone}, 'cpu:1')[''].error is None
 
 
-@pytest.mark.parametrize('name', ['printed', 'pure'])
+@pytest.mark.parametrize('name', ['pure', pytest.param('printed', marks=pytest.mark.exhaustive)])
 def test_a_pipeline_with_calls_of_python(name):
   def step(params, x):
     def loss(params, x):

@@ -154,7 +154,9 @@ class Sequence(nn.Module):
     return x
 
 
-@pytest.mark.parametrize('seed', range(12))
+@pytest.mark.parametrize(
+  'seed', [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 4 else []) for n in range(12)]
+)
 def test_results_of_layers_are_constrained_as_in_the_compiled_step(seed):
   """Their batch has its axes whatever the order of the rules; so have lengths, and names that no array has."""
   random = Random(seed)
