@@ -940,7 +940,7 @@ def test_a_pipeline_in_a_function_that_jax_traces():
   ):
     assert text_of(call) == dedent("""\
       pipeline_jit of step is called in a function that JAX traces, such as one of jit, grad or vmap: a pipeline is several programs.
-      Fix: call it outside, and put what is around it into the function of pipeline_jit.""")
+      Fix: call it outside, and move the code around it into the function of pipeline_jit.""")
 
 
 def test_functions_of_a_microbatch_that_are_none_or_return_other_values():
@@ -953,7 +953,7 @@ def test_functions_of_a_microbatch_that_are_none_or_return_other_values():
     == dedent("""\
     accumulate: results of the function are not arrays:
       name: 'mse' is a str
-    Fix: return arrays and numbers; what is the same for all microbatches stays outside of accumulate.""")
+    Fix: return arrays and numbers; keep values that are the same for all microbatches outside of accumulate.""")
   )
 
 

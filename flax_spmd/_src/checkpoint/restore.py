@@ -134,6 +134,7 @@ def restore(
   Raises:
     CheckpointNotFoundError: there is no checkpoint at `path`.
     TargetError: leaves of the target have no shape, dtype or sharding (lists all of them).
+    MeshError: a mesh of the target, the layout, or `mesh` is abstract.
     CheckpointMismatchError: checkpoint and target differ in ways that `changes` does not allow, or the
       result does not fit into memory (lists all problems).
     CheckpointDamagedError: the checkpoint has changed since it was written (lists the damaged leaves and files).
@@ -261,6 +262,7 @@ def preflight(
 
   Raises:
     CheckpointError: the checkpoint cannot be opened, or the target is unusable, as for `restore`.
+    MeshError: a mesh is abstract, as for `restore`.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))

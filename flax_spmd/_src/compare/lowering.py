@@ -139,10 +139,10 @@ def python_calls(jaxpr: Any) -> tuple[str, ...]:
     for equation in compat.equations_in(jaxpr)
     if compat.is_python_call(equation)
   ]
+  if not lines:
+    return ()
   listed = ', '.join(dict.fromkeys(lines))
-  return (f'calls of Python are left out, with all that is computed for them alone: {listed}',) * bool(
-    lines
-  )
+  return (f'calls of Python are left out, with all that is computed for them alone: {listed}',)
 
 
 def _check_order(jaxpr: Any, target: Target) -> None:

@@ -153,6 +153,7 @@ class Estimator:
     )
     self._program = _AnalyzedStep(self._lowering, self._platform)
     self._programs: dict[BatchLeaves | None, _AnalyzedStep] = {None: self._program}
+    self._left_out = python_calls(self._lowering.jaxpr)
     batch = self._train_step.batch
     parts = [*leaf_parts(self._lowering.state), *['batch'] * len(jax.tree.leaves(batch))]
     self._parts = [parts[place] for place in self._lowering.places]
@@ -201,6 +202,7 @@ class Estimator:
       The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.
 
     Raises:
+      TypeError: the first argument is no layout.
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
       EstimatorError: the step has to be partitioned, and the target's compiler cannot, or is not installed.
@@ -279,7 +281,7 @@ class Estimator:
       temporaries = costs.temporaries
     memory = self._memory(argument_bytes, on_host, temporaries, is_partitioned)
     source = PARTITIONED if is_partitioned else ESTIMATED
-    doubts = (*python_calls(self._lowering.jaxpr), *costs.counts.doubts(), *costs.doubts)
+    doubts = (*self._left_out, *costs.counts.doubts(), *costs.doubts)
     if not is_partitioned:
       doubts = (_unchecked(target.chip.platform), *doubts)
     if groups != self._groups and not is_partitioned:

@@ -123,7 +123,7 @@ def _of_arrays(fn: Any) -> Callable[[Any], Any]:
   @functools.wraps(fn, updated=())
   def checked(microbatch: Any) -> Any:
     result = fn(microbatch)
-    fix = 'return arrays and numbers; what is the same for all microbatches stays outside of accumulate.'
+    fix = 'return arrays and numbers; keep values that are the same for all microbatches outside of accumulate.'
     check_arrays(named_leaves(result), 'accumulate: results of the function are not arrays', fix)
     return result
 

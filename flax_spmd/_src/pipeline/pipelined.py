@@ -148,7 +148,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       raise PipelineError(
         f'{self._setting.name} is called in a function that JAX traces, such as one of jit, grad or vmap: '
         'a pipeline is several programs.\n'
-        'Fix: call it outside, and put what is around it into the function of pipeline_jit.'
+        'Fix: call it outside, and move the code around it into the function of pipeline_jit.'
       )
     values, named = self._arguments.by_position(args, kwargs)
     latest = self._latest
