@@ -32,6 +32,7 @@ TAKEN_OVER = (
   'examples',
   'history',
   'house',
+  'multiprocess',
   'readme',
   'search',
 )
@@ -70,7 +71,7 @@ def print_versions(session):
 
 def run_tests(session, *which, measured=False):
   """Runs pytest as a module: so that the working directory's `tests` are found, wherever it is."""
-  workers = str(min(4, os.cpu_count() or 1))
+  workers = str(min(4, (os.cpu_count() or 1) + 1))  # tests of several processes often wait
   command = ['coverage', 'run', '-m', 'pytest'] if measured else ['python', '-m', 'pytest']
   bytecode = {'PYTHONDONTWRITEBYTECODE': ''}  # the tests start many processes, which import the package
   session.run(*command, '-n', workers, '--dist', 'worksteal', *which, env=bytecode)
