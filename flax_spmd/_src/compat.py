@@ -1180,12 +1180,14 @@ def live_program(jaxpr: Any) -> Any:
   return partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[0]
 
 
-def needs_primitive(jaxpr: Any, name: str) -> bool:
-  """Whether results of a program need an operation outside of `shard_map`."""
+def needs_primitive(
+  jaxpr: Any, name: str, is_meant: Callable[[Any], bool] = lambda equation: True
+) -> bool:
+  """Whether results of a program need an operation outside of `shard_map`; of its equations, one that is meant."""
 
   def contains(program: Any) -> bool:
     equations = equations_in(program, lambda one: one.primitive.name != 'shard_map')
-    return any(each.primitive.name == name for each in equations)
+    return any(each.primitive.name == name and is_meant(each) for each in equations)
 
   return contains(jaxpr) and contains(live_program(jaxpr))
 
@@ -1320,6 +1322,7 @@ class ConvolutionArray(NamedTuple):
     shape: its shape.
     spatial: its spatial dimensions.
     feature: the dimension that is summed over, of an input and a kernel.
+    other: the batch of an input and a result; the result's features, of a kernel.
     axes: mesh axes per dimension, parts of an axis by its name.
     shards: number of shards per dimension.
   """
@@ -1327,6 +1330,7 @@ class ConvolutionArray(NamedTuple):
   shape: tuple[int, ...]
   spatial: tuple[int, ...]
   feature: int
+  other: int
   axes: tuple[tuple[str, ...], ...]
   shards: tuple[int, ...]
 
@@ -1339,12 +1343,16 @@ class Convolution(NamedTuple):
     input: its input, sharded as Shardy's propagation chooses.
     kernel: its kernel.
     result: its result.
+    feature_groups: groups of its input's features.
+    batch_groups: groups of its input's batch: the gradient of a grouped kernel has them.
   """
 
   location: str
   input: ConvolutionArray
   kernel: ConvolutionArray
   result: ConvolutionArray
+  feature_groups: int
+  batch_groups: int
 
 
 class ProductArray(NamedTuple):
@@ -1416,22 +1424,33 @@ def _operations(op: Any) -> Iterator[Any]:
 def _propagated_convolution(op: Any, sizes: Mapping[str, int]) -> Convolution:
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
   roles = (
-    (numbers.input_spatial_dimensions, numbers.input_feature_dimension),
-    (numbers.kernel_spatial_dimensions, numbers.kernel_input_feature_dimension),
-    (numbers.output_spatial_dimensions, numbers.output_feature_dimension),
+    (numbers.input_spatial_dimensions, numbers.input_feature_dimension, numbers.input_batch_dimension),
+    (
+      numbers.kernel_spatial_dimensions,
+      numbers.kernel_input_feature_dimension,
+      numbers.kernel_output_feature_dimension,
+    ),
+    (
+      numbers.output_spatial_dimensions,
+      numbers.output_feature_dimension,
+      numbers.output_batch_dimension,
+    ),
   )
-  arrays = zip((*op.operands, op.results[0]), roles, strict=True)
-  return Convolution(
-    str(op.location),
-    *(_convolution_array(value, tuple(dims), feature, sizes) for value, (dims, feature) in arrays),
+  images, kernel, result = (
+    _convolution_array(value, (tuple(spatial), feature, other), sizes)
+    for value, (spatial, feature, other) in zip((*op.operands, op.results[0]), roles, strict=True)
   )
+  feature_groups, batch_groups = (
+    ir.IntegerAttr(op.attributes[f'{each}_group_count']).value for each in ('feature', 'batch')
+  )
+  return Convolution(str(op.location), images, kernel, result, feature_groups, batch_groups)
 
 
 def _convolution_array(
-  value: Any, spatial: tuple[int, ...], feature: int, sizes: Mapping[str, int]
+  value: Any, roles: tuple[tuple[int, ...], int, int], sizes: Mapping[str, int]
 ) -> ConvolutionArray:
   shape, axes, shards = _product_array(value, sizes)
-  return ConvolutionArray(shape, spatial, feature, axes, shards)
+  return ConvolutionArray(shape, *roles, axes, shards)
 
 
 def _propagated_product(op: Any, sizes: Mapping[str, int]) -> PropagatedProduct:

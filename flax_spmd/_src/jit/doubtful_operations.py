@@ -6,6 +6,15 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 from flax_spmd._src import compat
+from flax_spmd._src.jit.grouped_kernels import (
+  COVER_THE_MESH,
+  GROUPED_SUMS,
+  KEEP_GROUPS,
+  SHARDED_GROUPS,
+  grouped_sums,
+  has_groups,
+  sharded_groups,
+)
 from flax_spmd._src.jit.reused_axes import REUSED_AXES, SUM_FIRST, has_products, reused_axes
 from flax_spmd._src.jit.sharded_windows import (
   KEEP_WHOLE,
@@ -44,17 +53,22 @@ def doubtful_operations(
   """
   windows = SHARDED_WINDOWS not in known and has_windows(jaxpr, mesh)
   products = REUSED_AXES not in known and has_products(jaxpr, mesh)
-  if not (windows or products):
+  groups = (GROUPED_SUMS not in known or SHARDED_GROUPS not in known) and has_groups(jaxpr)
+  if not (windows or products or groups):
     return []
   programs = [compat.propagated_operations(lowered, axis_sizes(mesh)) for lowered in lower()]
+  convolutions = [one for each in programs for one in each.convolutions]
   found = []
+  if groups:
+    found.append(DoubtfulOperations(GROUPED_SUMS, grouped_sums(convolutions, mesh.size), COVER_THE_MESH))
+    found.append(DoubtfulOperations(SHARDED_GROUPS, sharded_groups(convolutions), KEEP_GROUPS))
   if windows:
-    lines = sharded_windows((one for each in programs for one in each.convolutions), mesh.size)
+    lines = sharded_windows(convolutions, mesh.size)
     found.append(DoubtfulOperations(SHARDED_WINDOWS, lines, KEEP_WHOLE))
   if products:
     lines = reused_axes(one for each in programs for one in each.products)
     found.append(DoubtfulOperations(REUSED_AXES, lines, SUM_FIRST))
-  return [each for each in found if each.lines]
+  return [each for each in found if each.lines and each.reason not in known]
 
 
 def warn_of_doubtful_operations(
