@@ -144,6 +144,25 @@ def convolved_and_back(h, w):
   return lax.scan(layer, h.reshape(*h.shape[:-1], 2, 8), kernels)[0].reshape(h.shape)
 
 
+def rearranged(h, w):
+  """Functions of `jax.numpy` are calls whose operands have parts, in the backward pass."""
+  w = jnp.roll(jnp.sort(w, 0), 1, 1).at[0].set(w[1])
+  return jnp.tanh(h @ jnp.take(w, np.arange(WIDTH) * 5 % WIDTH, 0))
+
+
+def filtered(h, w):
+  w = jnp.cumsum(w, 0) / 4 + jnp.abs(lax.complex(w, w.T))
+  w = lax.reduce_window(lax.optimization_barrier(w), 0.0, lax.add, (2, 1), (1, 1), 'SAME')
+  return jnp.tanh(h @ lax.reduce_precision(w, 8, 20 if w.dtype == np.float32 else 52))
+
+
+def computed(h, w):
+  """In a loop, a branch and a remat of the weight alone."""
+  w = lax.scan(lambda old, row: (0.5 * old + row, jnp.sin(old)), w[0], w)[1]
+  w = lax.cond(w[0, 0] > 0, lambda w, v: w.T - v, lambda w, _: 2 * w, w, jnp.cos(w))
+  return jnp.tanh(h @ jax.checkpoint(lambda w: jnp.tanh(w) @ w)(w))
+
+
 def chosen(h, w):
   return lax.cond(jnp.max(h) > 1, lambda: h @ w, lambda: h)
 
@@ -178,11 +197,15 @@ LAYERS = [
   convolved,
   convolved_in_groups,
   convolved_and_back,
+  rearranged,
+  filtered,
+  computed,
   chosen,
   of_experts,
 ]
 WHOLE = [chosen]
 """Layers whose gradients stay whole: no rule opens branches."""
+CONSTANT = np.linspace(-1, 1, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
 UPDATES = [
   lambda g: g,
   lambda g: 0.5 * g.astype(jnp.float32),
@@ -192,7 +215,17 @@ UPDATES = [
   lambda g: g / (1e-3 + jnp.linalg.norm(g)),  # of the whole gradient of a microbatch
   lambda g: (64 * g).astype(jnp.int4).astype(g.dtype),
   lambda g: (64 * g).astype(jnp.float8_e4m3fn).astype(g.dtype),
+  lambda g: jax.jit(lambda g: jnp.roll(g, 1) + jnp.eye(WIDTH, dtype=g.dtype))(g),
+  lambda g: jax.jit(lambda g: jnp.roll(g, 1) * jnp.linalg.norm(g))(g),
+  lambda g: lax.scan(lambda old, row: (old + row, old), jnp.zeros_like(g[0]), g)[1],
+  lambda g: lax.scan(lambda old, row: (old + row + CONSTANT[0].astype(g.dtype), old), g[0], g)[1],
+  lambda g: lax.cond(True, jnp.zeros_like, jnp.transpose, g),
+  lambda g: lax.cond(False, jnp.ones_like, jnp.transpose, g),
+  lambda g: g.at[jnp.array([0, WIDTH])].get(mode='fill', fill_value=0.0).repeat(WIDTH // 2, 0),
+  lambda g: g.at[jnp.array([0, WIDTH])].get(mode='fill', fill_value=1.0).repeat(WIDTH // 2, 0),
+  lambda g: g.at[jnp.array([1, 1])].set(g[2:4]),  # no order of its updates is certain
 ]
+IN_PARTS = [0, 1, 3, 4, 10, 12, 14]
 
 
 def training(layers, update=UPDATES[0], schedule: Any = SCHEDULE, own_loop=False, end_at=1, penalty=0.0):
@@ -274,14 +307,40 @@ def test_devices_add_gradients_once():
   assert_same(compiled(params, BATCH), jax.jit(step)(jax.device_get(params), BATCH), 1e-4)
 
 
-@pytest.mark.parametrize(
-  'update, in_parts', [*zip(UPDATES, (True, True, False, True, True, False, False, False), strict=True)]
-)
-def test_what_is_done_to_a_gradient(update, in_parts):
+def test_what_is_done_to_a_gradient():
   layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
-  step = training([dense, dense], update)
-  shapes = carried(layout.pipeline_jit(step).lower(weights(2), BATCH))
-  assert shapes.count((4, WIDTH, WIDTH)) == 2 * in_parts
+  steps = [training([dense, dense], update) for update in UPDATES]
+  shapes = [carried(layout.pipeline_jit(step).lower(weights(2), BATCH)) for step in steps]
+  counts = [each.count((4, WIDTH, WIDTH)) for each in shapes]
+  assert counts == [2 * (number in IN_PARTS) for number in range(len(UPDATES))]
+
+
+JOINT = [
+  (lambda old, g: 0.5 * old + g.T, 4),
+  (lambda old, g: old + g**2, 0),
+  (lambda old, g: jnp.maximum(old, g), 0),
+]
+
+
+@pytest.mark.parametrize('update, in_parts', JOINT)
+def test_two_values_from_one_gradient(update, in_parts):
+  """Both have parts, or none: devices need the whole gradient for the other."""
+  layout = spmd.Layout({'stage': 2, 'data': 4}, RULES)
+
+  def step(params, batch):
+    loss = lambda params, h: jnp.mean(dense(stage_end(dense(h, params[0])), params[1]) ** 2)
+
+    def body(old, h):
+      grads = jax.grad(loss)(params, h)
+      return (jax.tree.map(jnp.add, old[0], grads), jax.tree.map(update, old[1], grads)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return lax.scan(body, (zeros, zeros), batch)[0]
+
+  pipelined = layout.pipeline_jit(step, schedule=SCHEDULE)
+  shapes = carried(pipelined.lower(weights(2), BATCH))
+  assert len(shapes) == 4 and shapes.count((4, WIDTH, WIDTH)) == in_parts
+  assert_same(pipelined(weights(2), BATCH), jax.jit(step)(weights(2), BATCH), 1e-4)
 
 
 def test_a_penalty_on_weights_is_added_to_one_part():

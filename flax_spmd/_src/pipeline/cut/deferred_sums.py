@@ -8,8 +8,8 @@ loop. XLA does the same for a loop that it sees as a whole; here it sees one tas
 A value has parts if linear operations alone compute it, from sums over examples:
 
 * a product, reduction or scattered sum over examples is computed for each shard of them;
-* a transpose, cast, sum or other linear operation, for each part; a summand that is the same in each run, such as that of
-  a penalty on weights, is added to one part;
+* a transpose, cast, sum or other linear operation, also a call or conditional of such operations, for each part; a summand
+  that is the same in each run, such as that of a penalty on weights, is added to one part;
 * a call (`jit`, remat) or `scan`, whose body is written anew, for the results that have parts inside.
 
 Parts add up to the value whatever is sharded. Where the examples are decides only what pays.
@@ -18,7 +18,7 @@ Parts add up to the value whatever is sharded. Where the examples are decides on
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.operand_dimensions import operand_dimensions
+from flax_spmd._src.operand_dimensions import operand_dimensions, walk
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.batch_rows import examples
 from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
@@ -60,14 +60,18 @@ def defer_sums(
   carried = {number: number for number in range(len(body.carried))}
   program = _Program(body.equations, body.carried, body.results, carried)
   program.find(rows, {axis: mesh.shape[axis] for axis in axes})
-  parts, deferred = _Parts(axes, mesh), dict[int, PartitionSpec]()
+  parts, deferred, possible = _Parts(axes, mesh), dict[int, PartitionSpec](), dict[int, Axes]()
   for number, final in enumerate(loop.finals):
-    spec = specs.get(final)
-    taken = {axis for entry in spec or () for axis in axis_names(entry)}
+    taken = {axis for entry in specs.get(final) or () for axis in axis_names(entry)}
     over = tuple(axis for axis in axes if axis not in taken and mesh.shape[axis] > 1)
-    if spec is not None and over and number in program.has_parts:
+    if final in specs and over:
+      possible[number] = over
+  for number, over in possible.items():
+    values = program.has_parts.get(number, [])
+    joint = [other for other, result in enumerate(program.results) if result in values]
+    if joint and all(possible.get(other) == over for other in joint):
       parts.choose(program, number, over)
-      deferred[number] = PartitionSpec(over, *spec)
+      deferred[number] = PartitionSpec(over, *specs[loop.finals[number]])
   if not deferred:
     return {}
   carried_whole = [body.carried[number] for number in deferred]
@@ -102,7 +106,7 @@ class _Program:
     split: for each sum over examples, the dimensions that are split, by the number of the operand; None for an operand that
       is the same in each run, which is added to one part.
     calls: the program of each call and scan.
-    has_parts: for each result that can have parts, the values that then have parts; of a carried one, also its input.
+    has_parts: for each result that can have parts, all values that then have parts, also inputs and other results.
   """
 
   def __init__(
@@ -136,16 +140,46 @@ class _Program:
       if all(self._dims(old) == dims for old, dims in new.items()):
         break
       self.examples |= new
-    self.sources: dict[Value, list[Value]] = {old: [] for old, _ in pairs}
+    self._find_sources([], axes)
+    for number, result in enumerate(self.results):
+      found = self._joint(result)
+      if any(value not in self.inputs and not self.sources[value] for value in found):
+        self.has_parts[number] = found
+
+  def linear_in(self, given: list[Value], results: list[Value], axes: Mapping[str, int]) -> list[Value]:
+    """The inputs, of some and those that are carried, in which results are linear, jointly, and zero if they are."""
+    self.examples, self.split = {}, {}
+    self._find_sources(given, axes)
+    are_linear = all(self._joint(result) or _is_zero(result, self.producer) for result in results)
+    adds_others = any(self.split.values())
+    return (
+      [value for value in self.inputs if self._joint(value)] if are_linear and not adds_others else []
+    )
+
+  def _find_sources(self, given: list[Value], axes: Mapping[str, int]) -> None:
+    """Finds what can have parts if some inputs have, besides those that are carried, and what has parts jointly."""
+    pairs = [(self.inputs[at], self.results[number]) for number, at in self.carried.items()]
+    self.sources: dict[Value, list[Value]] = {
+      value: [] for value in (*given, *(old for old, _ in pairs))
+    }
+    self._beside: dict[Value, list[Value]] = defaultdict(list)
+    self._used_parts = Counter(self.results)
+    for pair in pairs:
+      self._link(pair)
     for one in self.equations:
       self._find(one, axes)
-    inputs = {old for old, _ in pairs}
-    for number, result in enumerate(self.results):
-      own = [self.inputs[self.carried[number]]] if number in self.carried else []
-      found = self._reached(result) if result in self.sources else []
-      has_sums = any(value not in inputs and not self.sources[value] for value in found)
-      if has_sums and [value for value in found if value in inputs] == own:
-        self.has_parts[number] = found
+
+  def _link(self, values: Sequence[Value]) -> None:
+    """Notes that all of some values have parts, or none."""
+    for value in values:
+      self._beside[values[0]].append(value)
+      self._beside[value].append(values[0])
+
+  def _joint(self, value: Value) -> list[Value]:
+    """A value, and all others that have parts if it has; none if one of them is read as a whole."""
+    found = [*walk(value, id, self._beside.__getitem__)]
+    whole = (each not in self.sources or self._used_parts[each] != self._uses[each] for each in found)
+    return [] if any(whole) else found
 
   def _dims(self, atom: Atom) -> frozenset[int]:
     return self.examples.get(atom, frozenset()) if isinstance(atom, Value) else frozenset()
@@ -179,8 +213,12 @@ class _Program:
     """Finds whether the results of an operation can have parts."""
     inner = self.calls.get(one)
     if inner is not None:
-      self.sources |= {one.outputs[number]: [] for number in inner.has_parts}
-      return
+      for number, found in inner.has_parts.items():
+        self.sources[one.outputs[number]] = []
+        joint = (value for value, result in zip(one.outputs, inner.results) if result in found)
+        self._link([one.outputs[number], *joint])
+      if inner.has_parts:
+        return
     split = next(self._sums_over_examples(one, math.prod(axes.values())), None)
     if split is not None:
       self.split[one.outputs[0]], self.sources[one.outputs[0]] = split, []
@@ -192,6 +230,9 @@ class _Program:
       if operands and all(isinstance(atom, Value) and atom in self.sources for atom in operands):
         self.sources |= dict.fromkeys(one.outputs, operands)
         self.split[one.outputs[0]] = fixed
+        self._used_parts.update(operands)
+        self._link([*operands, *filter(self._uses.__getitem__, one.outputs)])
+        self.calls.pop(one, None)
         return
 
   def _is_fixed(self, atom: Atom) -> bool:
@@ -234,16 +275,36 @@ class _Program:
       return [(0,), (1,)]
     if one.name in _LINEAR or (one.name == 'div' and _is_inexact(one.outputs[0])):
       return [(0,)]
-    if one.name in _SCATTERED_SUMS:
+    if one.name in _SCATTERED_SUMS or (
+      one.name == 'scatter' and (one.params['unique_indices'] or _is_zero(one.inputs[2], self.producer))
+    ):
       return [(0, 2)]
-    if one.name in ('concatenate', 'stack', 'select_n'):
+    if one.name == 'gather':
+      return [(0,)] if one.params['fill_value'] in (None, 0) and _is_inexact(one.outputs[0]) else []
+    if one.name == 'reduce_precision':
+      return [(0,)] if one.params['mantissa_bits'] >= 7 and one.params['exponent_bits'] >= 5 else []
+    if one.name in ('complex', 'concatenate', 'optimization_barrier', 'select_n', 'stack'):
       return [tuple(range(one.name == 'select_n', len(one.inputs)))]
     if one.name == 'convert_element_type':
       return [(0,)] if _is_inexact(one.inputs[0]) and _is_inexact(one.outputs[0]) else []
     if one.name == 'sharding_constraint':
       spec = getattr(one.params['sharding'], 'spec', axes)
       return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
-    return []
+    return self._linear_call(one, axes)
+
+  def _linear_call(self, one: Equation, axes: Mapping[str, int]) -> Sequence[tuple[int, ...]]:
+    """The operands in which the used results of a call, scan or conditional are linear."""
+    is_given = [isinstance(atom, Value) and atom in self.sources for atom in one.inputs]
+    if not any(is_given):
+      return []
+    first = int(one.name == 'cond')
+    joint = set[tuple[int, ...]]()
+    for inner in _programs(one):
+      used = [result for value, result in zip(one.outputs, inner.results) if self._uses[value]]
+      given = [value for value, each in zip(inner.inputs, is_given[first:], strict=True) if each]
+      found = inner.linear_in(given, used, axes)
+      joint.add(tuple(number + first for number, value in enumerate(inner.inputs) if value in found))
+    return [*joint] if len(joint) == 1 else []
 
   def is_row(self, value: Value) -> bool:
     """Whether a value is stacked by a scan: its parts are then in dimension 1."""
@@ -252,36 +313,25 @@ class _Program:
       return False
     return one.outputs.index(value) not in self.calls[one].carried
 
-  def _reached(self, result: Value) -> list[Value]:
-    """A result, and all values that have parts if it has; none if others read one of them as a whole."""
-    found, uses, pending = {result: None}, Counter([result]), [result]
-    seen = set[Equation]()
-    while pending:
-      value = pending.pop()
-      one = self.producer.get(value)
-      if one is not None and one not in seen:
-        beside = [] if one in self.calls else [each for each in one.outputs if self._uses[each]]
-        new = dict.fromkeys((*beside, *self.sources[value])).keys() - found.keys()
-        uses.update(self.sources[value])
-        pending += new
-        found |= dict.fromkeys(new)
-        seen.add(one)
-    return [*found] if all(uses[value] == self._uses[value] for value in found) else []
-
 
 def _opened(one: Equation) -> _Program | None:
   """The program of a call or scan that can be written anew."""
-  if one.name not in {'scan', *compat.JITS, *compat.REMATS}:
-    return None
-  if any(hasattr(each, 'spec') for each in one.params.get('out_shardings', ())):
-    return None
-  jaxpr = next(compat.jaxprs_in(one.params))
-  inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
-  equations, results = eq.flatten(jaxpr, inputs, is_small)
-  if one.name != 'scan' and not {*results}.isdisjoint(inputs):
-    return None
+  inner = None if one.name == 'cond' else next(_programs(one), None)
+  passes = inner is not None and not {*inner.results}.isdisjoint(inner.inputs)
+  return None if one.name != 'scan' and passes else inner
+
+
+def _programs(one: Equation) -> Iterator[_Program]:
+  """The program of a call or scan, or those of the branches of a conditional."""
+  if one.name not in {'scan', 'cond', *compat.JITS, *compat.REMATS}:
+    return
+  if any(hasattr(each, 'spec') for key in _SHARDINGS for each in one.params.get(key, ())):
+    return
   constants, carried = compat.scan_counts(one.params) if one.name == 'scan' else (0, 0)
-  return _Program(equations, inputs, results, {number: constants + number for number in range(carried)})
+  for jaxpr in compat.jaxprs_in(one.params):
+    inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
+    equations, results = eq.flatten(jaxpr, inputs, is_small)
+    yield _Program(equations, inputs, results, {number: constants + number for number in range(carried)})
 
 
 def _is_zero(atom: Atom, producer: Mapping[Value, Equation]) -> bool:
@@ -297,10 +347,11 @@ def _first_row(one: Equation) -> int:
   return sum(compat.scan_counts(one.params)) if one.name == 'scan' else len(one.inputs)
 
 
+_SHARDINGS = ('in_shardings', 'out_shardings')
 _SCATTERED_SUMS = frozenset({'scatter-add', 'scatter_add'})
 _NAMES = (
-  'broadcast_in_dim copy dynamic_slice expand_dims neg reduce_sum reshape rev slice split squeeze transpose '
-  'unstack'
+  'broadcast_in_dim conj copy cumsum dynamic_slice expand_dims imag neg real reduce_sum reduce_window_sum '
+  'reshape rev slice split squeeze transpose unstack'
 )
 _LINEAR = frozenset(_NAMES.split())
 """Operations that are linear in their first operand."""
