@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.jit.grouped_kernels import SHARDED_GROUPS
+from tests.jit.convolutions import program_of
 
 LAYOUT = spmd.Layout({'data': 4, 'model': 2}, (('batch', 'data'), ('mlp', 'model')))
 NUMBERS = np.random.default_rng(0)
@@ -86,41 +87,24 @@ def test_compare_lists_it():
   assert any('gradients of grouped kernels' in finding for finding in outcome.program.findings)
 
 
-def convolved(images, kernel, stride, groups):
-  order = ('NHWC', 'HWIO', 'NHWC')
-  strides = (stride, stride)
-  return jax.lax.conv_general_dilated(
-    images, kernel, strides, 'SAME', dimension_numbers=order, feature_group_count=groups
-  )
-
-
 @pytest.mark.parametrize(
-  ('window', 'groups', 'specs', 'array'),
+  ('kind', 'window', 'groups', 'array'),
   [
-    (1, 4, (P(), P(None, None, None, 'data')), "(8, 16, 16, 16) with dim 3 over 'data'"),
-    (3, 2, (P(), P(None, None, None, 'data')), "(3, 3, 8, 16) with dim 3 over 'data'"),
+    ('result', 1, 4, "(8, 16, 16, 16) with dim 3 over 'data'"),
+    ('kernel', 3, 2, "(3, 3, 8, 16) with dim 3 over 'data'"),  # fewer groups than shards
   ],
-  ids=['products', 'fewer groups than parts'],
 )
 def test_sharded_features_of_groups_are_named_before_the_program_is_compiled(
-  window, groups, specs, array
+  kind, window, groups, array
 ):
-  images, result = np.ones((8, 16, 16, 16), np.float32), np.ones((8, 16, 16, 16), np.float32)
-  kernel = np.ones((window, window, 16 // groups, 16), np.float32)
-
-  def of_kernel(images, result):
-    return jax.vjp(lambda kernel: convolved(images, kernel, 1, groups), kernel)[1](result)[0]
-
-  if window == 1:
-    program, args = lambda images, kernel: convolved(images, kernel, 1, groups), (images, kernel)
-  else:
-    program, args = of_kernel, (images, result)
+  kernel = window, window, 16 // groups, 16
+  program, args = program_of(kind, (8, 16, 16, 16), kernel, 1, groups, NUMBERS)
   with pytest.warns(UserWarning) as caught:
-    LAYOUT.jit(program, in_rules=specs).lower(*args)
+    LAYOUT.jit(program, in_rules=(P(), P(None, None, None, 'data'))).lower(*args)
   [text] = [str(one.message) for one in caught]
   assert re.sub(r':\d+\n', ':LINE\n', text) == (
-    f'{program.__name__}: XLA may return wrong values for these grouped convolutions, or end the process, as their '
-    f'features are sharded:\n  {groups} groups, {array} at grouped_kernels_test.py:LINE\n'
+    f'of_{kind}: XLA may return wrong values for these grouped convolutions, or end the process, as their '
+    f'features are sharded:\n  {groups} groups, {array} at convolutions.py:LINE\n'
     'Fix: keep the features whole, by with_logical_constraint(x, (batch name, *[None] * (spatial dimensions + 1))) '
     'for the input and the result of the layer, and its kernel replicated.'
   )
@@ -135,24 +119,10 @@ def drawn_spec(chance, axes):
 
 
 def drawn_program(chance):
-  """A grouped convolution, or its gradient to the kernel or to the images, and its two arguments, unsharded."""
   (size, stride), groups = chance.choice([(4, 4), (3, 1), (1, 1), (2, 2)]), chance.choice([2, 4, 8, 16])
   kind, features = chance.choice(['result', 'kernel', 'kernel', 'images']), chance.choice([16, 32])
-  images, kernel = jnp.zeros((8, 16, 16, 16)), jnp.zeros((size, size, 16 // groups, features))
-  result = jnp.zeros((8, 16 // stride, 16 // stride, features))
-
-  def of_images(kernel, result):
-    return jax.vjp(lambda images: convolved(images, kernel, stride, groups), images)[1](result)[0]
-
-  def of_kernel(images, result):
-    return jax.vjp(lambda kernel: convolved(images, kernel, stride, groups), kernel)[1](result)[0]
-
-  program, args = {
-    'result': (lambda images, kernel: convolved(images, kernel, stride, groups), (images, kernel)),
-    'kernel': (of_kernel, (images, result)),
-    'images': (of_images, (kernel, result)),
-  }[kind]
-  return program, [NUMBERS.integers(-3, 4, each.shape).astype(np.float32) for each in args]
+  kernel = size, size, 16 // groups, features
+  return program_of(kind, (8, 16, 16, 16), kernel, stride, groups, NUMBERS)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd import pipeline
 from flax_spmd._src import compat
+from tests.jit.convolutions import convolved, program_of
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('seq', 'model'), ('embed', 'data')))
 NUMBERS = np.random.default_rng(0)
@@ -158,12 +159,6 @@ def test_images_over_the_whole_mesh_or_by_batch_are_right_without_a_warning(spec
     np.testing.assert_allclose(found, right, rtol=1e-5)
 
 
-def convolved(images, kernel, stride):
-  return jax.lax.conv_general_dilated(
-    images, kernel, (stride, stride), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
-  )
-
-
 def layers(kind):
   """The sum of squares of two layers whose results are sharded by rows, over one of two axes."""
 
@@ -190,7 +185,7 @@ def layers(kind):
 def test_convolutions_inside_other_programs_are_named(kind):
   kernels = NUMBERS.normal(size=(2, 3, 3, 8, 8)).astype(np.float32) / 8
   images = NUMBERS.normal(size=(8, 16, 16, 8)).astype(np.float32)
-  with pytest.warns(UserWarning, match=r"with dim 1 over 'data' at sharded_windows_test.py:\d+"):
+  with pytest.warns(UserWarning, match=r"with dim 1 over 'data' at convolutions.py:\d+"):
     LAYOUT.jit(layers(kind))(kernels, images)
 
 
@@ -203,24 +198,9 @@ def drawn_spec(chance):
 
 
 def drawn_program(chance):
-  """A convolution, or its gradient to the kernel or to the images, and its two arguments, unsharded."""
   size, stride = chance.choice([(4, 4), (3, 1), (3, 2), (1, 1), (2, 2)])
   kind = chance.choice(['result', 'kernel', 'kernel', 'images'])
-  images, kernel = jnp.zeros((8, 16, 16, 8)), jnp.zeros((size, size, 8, 16))
-  result = jnp.zeros((8, 16 // stride, 16 // stride, 16))
-
-  def of_images(kernel, result):
-    return jax.vjp(lambda images: convolved(images, kernel, stride), images)[1](result)[0]
-
-  def of_kernel(images, result):
-    return jax.vjp(lambda kernel: convolved(images, kernel, stride), kernel)[1](result)[0]
-
-  program, args = {
-    'result': (lambda images, kernel: convolved(images, kernel, stride), (images, kernel)),
-    'kernel': (of_kernel, (images, result)),
-    'images': (of_images, (kernel, result)),
-  }[kind]
-  return program, [NUMBERS.integers(-3, 4, each.shape).astype(np.float32) for each in args]
+  return program_of(kind, (8, 16, 16, 8), (size, size, 8, 16), stride, 1, NUMBERS)
 
 
 @pytest.mark.slow

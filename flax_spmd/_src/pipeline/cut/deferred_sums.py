@@ -157,7 +157,7 @@ class _Program:
     )
 
   def _find_sources(self, given: list[Value], axes: Mapping[str, int]) -> None:
-    """Finds what can have parts if some inputs have, besides those that are carried, and what has parts jointly."""
+    """Finds the values that can have parts if some inputs and all carried ones have, and which have them jointly."""
     pairs = [(self.inputs[at], self.results[number]) for number, at in self.carried.items()]
     self.sources: dict[Value, list[Value]] = {
       value: [] for value in (*given, *(old for old, _ in pairs))
