@@ -57,7 +57,7 @@ def _refuse(
   raise PipelineError(
     f'The microbatch loop at {loop.source_line} carries values to the next microbatch. In {schedule}, tasks that read '
     'them come before the tasks that set them, and ranks would wait for one another:\n'
-    + first_lines([f'  {programs.text(one)}' for one in alone or waiting])
+    + first_lines([f'  {programs.text(one, loop)}' for one in alone or waiting])
     + '\nFix: carry only sums, maxima and values that later stages read; pass the inputs of each microbatch with the '
     'batch, and update parameters after the loop; or use a schedule in which the next microbatch begins later.'
   )
@@ -74,9 +74,9 @@ def _warn(
       alone = timed_steps(schedule, loop.count, task_programs.waits([one])) or order
       bubbles[key] = _bubble(alone, schedule.ranks) * (_makespan(alone) > _SLOWER * _makespan(free))
     if bubbles.get(key):
-      lines.append(f'  {programs.text(one)}: {bubbles[key]:.0%}')
+      lines.append(f'  {programs.text(one, loop)}: {bubbles[key]:.0%}')
   if not lines:  # none alone, but all together
-    lines = [f'  {programs.text(one)}' for one in programs.accumulators if one.waiting]
+    lines = [f'  {programs.text(one, loop)}' for one in programs.accumulators if one.waiting]
   warn(
     f'The microbatch loop at {loop.source_line} carries values to earlier stages, which wait for them. In {schedule}, '
     f'the bubble is {_bubble(order, schedule.ranks):.0%} with these values, and '

@@ -74,14 +74,14 @@ def defer_sums(
       deferred[number] = PartitionSpec(over, *specs[loop.finals[number]])
   if not deferred:
     return {}
-  carried_whole = [body.carried[number] for number in deferred]
+  loop.whole = {number: body.carried[number] for number in deferred}
   body.equations, body.carried, results = parts.written(program)
   body.updated = results[: len(carried)]
   whole_starts = [loop.starts[number] for number in deferred]
   made = {value: one for one in step.before for value in one.outputs}
   zero = [_is_zero(start, made) for start in whole_starts]
   widened, starts = eq.traced(
-    lambda *starts: list(map(parts.start, starts, carried_whole, zero)), *whole_starts
+    lambda *starts: list(map(parts.start, starts, loop.whole.values(), zero)), *whole_starts
   )
   sums = [Value(body.updated[number].aval) for number in deferred]
   added, totals = eq.traced(lambda *sums: [lax.reduce_sum(each, [0]) for each in sums], *sums)

@@ -50,6 +50,7 @@ class Loop:
     once: whether this is a function without a loop; then `stacks` equal `body.kept`.
     source_line: the line of the loop in the user's program.
     is_clear: whether it is that of `accumulate`, or takes gradients; otherwise a schedule makes it a microbatch loop.
+    whole: the values of the user's loop that `body.carried` has in parts, by their number.
   """
 
   body: Body
@@ -61,6 +62,7 @@ class Loop:
   once: bool = False
   source_line: str = eq.UNKNOWN_LINE
   is_clear: bool = True
+  whole: dict[int, Value] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
+from flax_spmd._src.pipeline.cut.microbatch_loop import Loop
 from flax_spmd._src.pipeline.cut.stage_assignment import Body, StageAssignment
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Kind
 
@@ -88,11 +89,12 @@ class TaskPrograms(NamedTuple):
     """The task that computes each value."""
     return {value: key for key, task in self.tasks.items() for value in task.outputs}
 
-  def text(self, one: Accumulator) -> str:
+  def text(self, one: Accumulator, loop: Loop) -> str:
     """A carried value, the line of the user's program that sets it, and the tasks that set and read it."""
     setting = next(each for each in self.tasks[one.task].equations if one.after in each.outputs)
     reads = ' and '.join(map(_task_text, one.waiting))
-    value = f'{one.before.aval.str_short()} at {setting.source_line}'
+    whole = loop.whole.get(one.origin, one.before)
+    value = f'{whole.aval.str_short()} at {setting.source_line}'
     return f'{value}: set by {_task_text(one.task)}, read by {reads}'
 
 
