@@ -1025,13 +1025,13 @@ def test_results_that_have_a_dtype_and_are_no_arrays():
 
 def test_arguments_of_a_search_of_another_type():
   train_step = spmd.explore.TrainStep(lambda s, x: s, lambda: {'w': jnp.ones(8)}, jnp.ones(8))
-  given: Any = {'choices': ['batch'], 'pin': 'hidden', 'forbid': 3, 'mesh': 8, 'tensor': '2', 'top': '1'}
+  given: Any = {'choices': ['batch'], 'pin': 'hidden', 'forbid': 3, 'mesh': 8}
   text = text_of(errors.SearchError, lambda: spmd.search(train_step, 'cpu:8', **given))
   assert (
     text
     == dedent("""\
-    search does not take choices=['batch'], pin='hidden', forbid=3, tensor='2', top='1', mesh=8.
-    Fix: choices and pin are dicts by name, such as pin={'batch': 'data'}; pipelines is a list of schedules, forbid a dict or a list of names, mesh a mesh or a dict of sizes; tensor, candidates, top and jobs are integers, time_limit is a number of seconds.""")
+    search does not take choices=['batch'], pin='hidden', forbid=3, mesh=8.
+    Fix: choices and pin are dicts by name, such as pin={'batch': 'data'}; pipelines is a list of schedules, forbid a dict or a list of names, mesh a mesh or a dict of sizes.""")
   )
 
 
@@ -1068,9 +1068,6 @@ def test_arguments_of_an_estimate_a_comparison_and_a_calibration_of_another_type
     assert str(caught.value) == text
 
 
-def test_a_limit_of_a_reshard_that_is_no_number():
-  limit: Any = '1GiB'
-  text = text_of(errors.LayoutError, layout().plan_reshard, {'w': jnp.ones(8)}, layout(), limit=limit)
-  assert text == (
-    "limit='1GiB' is not a number of bytes.\nFix: pass 0 or more, such as limit=8 * 2**30."
-  )
+def test_a_limit_of_a_reshard_below_zero():
+  text = text_of(errors.LayoutError, layout().plan_reshard, {'w': jnp.ones(8)}, layout(), limit=-1)
+  assert text == ('limit=-1 is not a number of bytes.\nFix: pass 0 or more, such as limit=8 * 2**30.')

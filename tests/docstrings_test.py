@@ -34,7 +34,7 @@ PUBLIC = (
 
 
 class Finder(doctest.DocTestFinder):
-  """Finds examples where they are written: `set_module` gives public objects the name of another module."""
+  """Finds examples where they are written: `public` gives public objects the name of another module."""
 
   def _from_module(self, module, obj):
     if inspect.isfunction(obj):

@@ -18,7 +18,7 @@ from flax_spmd._src import compat, open_blocks
 from flax_spmd._src.context_values import assigned
 from flax_spmd._src.mesh import MeshLike, axis_sizes, current_mesh, describe
 from flax_spmd._src.open_blocks import InForce as InForce
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd.errors import LayoutError
 
 
@@ -161,7 +161,7 @@ def report_names(names: Iterable[Any] | None) -> None:
     recorded.update(name for name in names if isinstance(name, str))
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 @contextlib.contextmanager
 def logical_axis_rules(rules: Any) -> Iterator[None]:
   """Puts rules in force for a block; the mesh in force does not change.
@@ -184,7 +184,7 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
     open_blocks.close(block)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
   """The rules in force, as plain pairs; `()` if there are none.
 
@@ -198,7 +198,7 @@ def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
   return in_force().rules.pairs
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def set_logical_axis_rules(rules: Any) -> None:
   """Puts rules in force in this thread: until the innermost block ends, or from now on if none is open.
 

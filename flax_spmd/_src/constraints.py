@@ -31,7 +31,7 @@ from flax_spmd._src.constraint_log import no_rule, report_constraint
 from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.jax_constraints import fitted, only_axes
 from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, check_mesh, current_mesh
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, aligned
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import shown, value_text
@@ -44,7 +44,7 @@ from flax_spmd.errors import (
 )
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def constrain(
   x: jax.Array, spec: PartitionSpec | Sequence[Any], mesh: MeshLike | None = None
 ) -> jax.Array:
@@ -81,7 +81,7 @@ def constrain(
   return constrain_on(target, x, spec)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def with_logical_constraint(
   x: Any,
   logical_axis_resources: Any,

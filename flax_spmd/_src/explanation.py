@@ -31,7 +31,7 @@ from flax_spmd._src.plan.findings import Findings, find
 from flax_spmd._src.plan.folding import FoldedRow, fold_rows
 from flax_spmd._src.plan.planner import planner_for
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import array_text, plural, size_text, value_text
@@ -73,7 +73,7 @@ class Total(NamedTuple):
     )
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Explanation(NamedTuple):
   """The sharding of every array of a tree, with reasons: `str` returns a table, `rich` prints it in colour.
 
@@ -338,7 +338,7 @@ class Explanation(NamedTuple):
     return '\n'.join([*self._totals(), *(f'- {finding.text}' for finding in self.findings)])
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def explain(layout: Layout, tree: Any) -> Explanation:
   """Explains the sharding of every array of a tree under a layout.
 

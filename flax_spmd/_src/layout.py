@@ -57,7 +57,7 @@ from flax_spmd._src.plan import findings, placement_shardings
 from flax_spmd._src.plan.planner import check_is_tree, common_spec, planner_for
 from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.reshard.reshard_plan import (
   ReshardPlan,
   cast_dtype,
@@ -84,7 +84,7 @@ Tree = TypeVar('Tree')
 HostArray = np.ndarray | np.generic | complex  # and bool, int, float
 
 
-@set_module('flax_spmd')
+@public('flax_spmd', unchecked=['text'])
 class Layout:
   """A mesh and a rule table: they determine the sharding of every array of a model.
 

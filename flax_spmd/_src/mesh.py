@@ -28,7 +28,7 @@ from jax.core import Tracer
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import plural, shown, value_text
 from flax_spmd.errors import MeshError
 
@@ -37,7 +37,7 @@ MeshLike: TypeAlias = Mesh | AbstractMesh
 MOST_DEVICES = 2**31 - 1
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def make_mesh(
   axes: Mapping[str, int],
   *,
@@ -99,7 +99,7 @@ def make_mesh(
   return Mesh(hybrid_grid(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd', unchecked=['devices'])
 def abstract_mesh(
   axes: Mapping[str, int],
   *,

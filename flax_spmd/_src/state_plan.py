@@ -11,7 +11,6 @@ A state without boxes has no names. Its plan has them, so whoever needs them tak
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -35,7 +34,8 @@ from flax_spmd._src.plan.deviations import planned_memory
 from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.unmatched_paths import check_some_path_matches
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.strictness import check_state
 from flax_spmd._src.text import array_text
 from flax_spmd._src.tree_paths import path_string
@@ -53,7 +53,7 @@ _NOT_PARTITIONABLE = (
 )
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Plan(Generic[State]):
   """The plan of a state under a layout; made by `Layout.plan`.
 
@@ -133,7 +133,7 @@ class Plan(Generic[State]):
         'lambda key: model.lazy_init(key, x).'
       )
     if mesh.size > 1 and not compat.threefry_partitionable():
-      warnings.warn(_NOT_PARTITIONABLE, stacklevel=3)
+      warn(_NOT_PARTITIONABLE)
     if self._uncompared is not None:
       check_arguments(*self._uncompared, processes_that_compare(mesh))
     self.layout.check_processes(self._state)

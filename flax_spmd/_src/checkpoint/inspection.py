@@ -26,7 +26,7 @@ from flax_spmd._src.notebook_html import (
   preformatted,
   safe,
 )
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import size_text
 from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import CheckpointError
@@ -127,7 +127,7 @@ def _spec_text(leaf: LeafRecord) -> str:
   return f'({", ".join(entries)})'
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def show(path: str | os.PathLike[str]) -> CheckpointSummary:
   """Summarizes a checkpoint: names, shape, dtype, bytes and saved spec of every leaf. Reads no arrays.
 
@@ -154,7 +154,7 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
   )
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def ls(root: str | os.PathLike[str]) -> CheckpointList:
   """Summarizes the checkpoints in a folder, sorted by name, numbers in names by value.
 
@@ -190,7 +190,7 @@ def _summary(path: epath.Path) -> CheckpointSummary:
     return CheckpointSummary(os.fspath(path), Record(None, {}, {}), None, str(error))
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> CheckpointDifferences:
   """Compares two checkpoints by their records, contents by their checksums. Reads no arrays.
 
@@ -246,7 +246,7 @@ def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
     yield f'saved as {_spec_text(one) or "()"}, then as {_spec_text(two) or "()"}'
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def verify(path: str | os.PathLike[str]) -> list[str]:
   """Reads a whole checkpoint and compares every array and file with its checksum, about 1 GiB at a time.
 

@@ -33,11 +33,11 @@ from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, is_key
 from flax_spmd._src.checkpoint.storage.store import path_text
 from flax_spmd._src.multihost import joint
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd.errors import CheckpointMismatchError, Problem
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def linen_nnx_changes(
   path: str | os.PathLike[str], target: Any, *, changes: Changes = NO_CHANGES
 ) -> Changes:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Self, Unpack, overload
 
@@ -46,7 +45,8 @@ from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.joint_call import first_line
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import (
@@ -59,7 +59,7 @@ from flax_spmd.errors import (
 )
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 class ResumedState(NamedTuple, Generic[State]):
   """The state to continue training from.
 
@@ -78,7 +78,7 @@ class ResumedState(NamedTuple, Generic[State]):
   state: State
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 class Manager:
   """Manages the checkpoints of one training run, in the folders `<root>/<step>`.
 
@@ -321,7 +321,7 @@ class Manager:
       is_new = not in_first(self._folder.steps)
       unread = in_first(self._folder.unread) if is_new else ''
     if unread:
-      warnings.warn(unread, stacklevel=2)
+      warn(unread)
     return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data, data_from=data_from)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:
@@ -425,10 +425,9 @@ class Manager:
     data, data_from = moved
     path = self._folder.path(step)
     if in_first(lambda: self._folder.is_unchecked(step)):
-      warnings.warn(
+      warn(
         f'{path} has no record of names and checksums: an old version of Orbax wrote it, or the record is lost. '
-        'It is restored unverified.',
-        stacklevel=3,
+        'It is restored unverified.'
       )
     try:
       state, stored = restore_with(
@@ -456,7 +455,7 @@ class Manager:
       self._folder.damaged.add(step)
     self._history.forget()
     fate = f'kept as {aside}' if aside else 'skipped'
-    warnings.warn(f'{error}\nIt is {fate}; restoring the checkpoint before it.', stacklevel=3)
+    warn(f'{error}\nIt is {fate}; restoring the checkpoint before it.')
 
   def _set_aside(self, step: int) -> str:
     self._check_writer()

@@ -24,7 +24,7 @@ from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.notebook_html import preformatted
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.reshard.array_transfer import shard_bytes
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text, value_text
@@ -34,7 +34,7 @@ _LINES = 40
 _SHOWN = 5
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 class Preflight(NamedTuple):
   """The plan of a restore; print it for a summary, or for the problems.
 

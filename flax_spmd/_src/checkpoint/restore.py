@@ -32,7 +32,7 @@ from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.plan.placement_shardings import check_concrete
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd._src.text import shown, value_text
 from flax_spmd.errors import TargetError
@@ -45,7 +45,7 @@ Result = TypeVar('Result')
 Folder = str | os.PathLike[str]
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 class SalvagedState(NamedTuple, Generic[State]):
   """The undamaged part of a damaged checkpoint, as returned by `restore(..., salvage=True)`.
 
@@ -87,7 +87,7 @@ def restore(path: Folder, target: Plan[State], **options: Unpack[RestoreOptions]
 def restore(path: Folder, target: State, **options: Unpack[RestoreOptions]) -> State: ...
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def restore(
   path: str | os.PathLike[str],
   target: Any = None,
@@ -242,7 +242,7 @@ def _loaded(
   return result
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def preflight(
   path: str | os.PathLike[str],
   target: Any = None,

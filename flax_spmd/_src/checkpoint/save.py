@@ -26,11 +26,11 @@ from flax_spmd._src.checkpoint.storage.orbax_context import align_operations, co
 from flax_spmd._src.checkpoint.storage.store import as_path, path_text
 from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.state_plan import Plan
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def save(
   path: str | os.PathLike[str],
   state: Any,
@@ -84,7 +84,7 @@ def save(
   start_save(path, state, layout, request, overwrite=overwrite).result()
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def save_async(
   path: str | os.PathLike[str],
   state: Any,

@@ -52,14 +52,14 @@ from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.checkpoint.targets import changed_leaves
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.names import box_trees
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import size_text, value_text, with_article
 from flax_spmd.errors import CheckpointError, CheckpointExistsError, Problem, problems_text
 
 _SHARD_BYTES = 5_000_000_000  # of a folder's files, as in Hugging Face's libraries
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def save_safetensors(
   path: str | os.PathLike[str],
   state: Any,

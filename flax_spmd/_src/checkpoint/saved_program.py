@@ -36,7 +36,7 @@ from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.box_trees import plain
 from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.plan.placement_shardings import check_concrete
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import array_text, plural, value_text
 from flax_spmd.errors import (
   CheckpointDamagedError,
@@ -53,7 +53,7 @@ _JAX = metadata.version('jax')
 Folder = str | os.PathLike[str]
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 class SavedProgram:
   """A program that `save_program` has written; call it with the arguments of the step, by position.
 
@@ -112,7 +112,7 @@ class SavedProgram:
     return skeleton.unflatten(self._result, results.__getitem__)
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def save_program(path: Folder, step: Any, *args: Any, platforms: Sequence[str] | None = None) -> None:
   """Exports a step under its layout, with its shardings, to a file that runs without the code of the model.
 
@@ -144,7 +144,7 @@ def save_program(path: Folder, step: Any, *args: Any, platforms: Sequence[str] |
       open_store(path.parent).write(path.name, content)
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 def load_program(path: Folder, mesh: Mesh | None = None) -> SavedProgram:
   """A program that `save_program` has written.
 

@@ -21,7 +21,7 @@ from flax_spmd._src.compare.costs import Cost, expected, local_seconds
 from flax_spmd._src.compare.hardware import Chip, Target, parse_target
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.hlo.counts import Counts
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import plural, shown, time_text, value_text
 
 # Ends of the bracket after calibration on one step of the same model, fitted to published step times.
@@ -30,7 +30,7 @@ _FAR = 10.0  # no published step has such a pace
 _FIX = 'Fix: pass pairs of an outcome of compare or Estimator and the seconds of a whole step of it.'
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Calibration(NamedTuple):
   """The result of `calibrate`.
 
@@ -72,7 +72,7 @@ class Calibration(NamedTuple):
     return f'{text}; brackets from {low:.2f} to {high:.2f} of the expected time.'
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 def calibrate(
   measured: Sequence[tuple[Outcome, float]],
   target: str,

@@ -32,12 +32,12 @@ from flax_spmd._src.compare.step_outcome import argument_bytes, host_bytes, step
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import with_article
 from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def compare(
   train_step: TrainStepLike,
   layouts: Mapping[str, Layout | Pipeline] | Sequence[Layout | Pipeline],

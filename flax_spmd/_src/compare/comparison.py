@@ -20,7 +20,7 @@ from flax_spmd._src.notebook_html import (
   safe,
   written_page,
 )
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import size_text, time_text, value_text
 from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
@@ -32,7 +32,7 @@ _SHOWN = 3  # lines of each kind per layout
 _PROXY = 'The CPU compiler is a poor proxy: it has no reduce-scatter, sends bf16 as f32, and allocates memory differently.'
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Comparison:
   """The outcomes of several layouts on a target; printing it shows a table.
 

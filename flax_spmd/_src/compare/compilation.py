@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +29,8 @@ from flax_spmd._src.hlo.counts import Collective, CountedLoop, Counts, count_mod
 from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
 from flax_spmd._src.hlo.parser import parse
 from flax_spmd._src.hlo.work import Product
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.versions import installed_version
 from flax_spmd.errors import TargetDeviceError
 
@@ -323,14 +323,13 @@ def _write(file: Path, content: bytes) -> None:
       temporary.write(content)
     os.replace(temporary.name, file)
   except OSError as error:
-    warnings.warn(
+    warn(
       f'The compiled result cannot be cached in {file.parent}: {error.strerror}. '
-      'Set FLAX_SPMD_CACHE to another folder.',
-      stacklevel=2,
+      'Set FLAX_SPMD_CACHE to another folder.'
     )
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 def clear_cache() -> None:
   """Deletes all cached compilation results.
 

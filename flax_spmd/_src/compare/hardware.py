@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 _SPREAD = (0.8, 1.3)  # of chips without published step times
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Chip(NamedTuple):
   """A kind of chip. Its figures are those of one device.
 
@@ -77,7 +77,7 @@ class Chip(NamedTuple):
   spread: tuple[float, ...] = _SPREAD
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Target(NamedTuple):
   """A number of chips that run one job.
 
@@ -102,7 +102,7 @@ class Target(NamedTuple):
     return math.prod(self.topology) * self.chip.cores
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
   """The built-in chips by name, and those in a file, which take precedence.
 
@@ -166,7 +166,7 @@ def _chip(name: str, table: Any, where: str) -> Chip:
   return chip._replace(spread=spread)
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Target:
   """Parses a target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
 

@@ -12,13 +12,13 @@ from flax_spmd._src.hlo.live_arrays import LiveArray
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import size_text
 
 ESTIMATED, PARTITIONED = 'estimated', 'partitioned'  # sources of outcomes that are not compiled
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Outcome(NamedTuple):
   """The result for one layout.
 

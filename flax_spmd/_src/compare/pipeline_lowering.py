@@ -42,11 +42,11 @@ from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd.errors import PipelineError
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Pipeline(NamedTuple):
   """A pipeline as one row of a comparison.
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from flax_spmd._src.jit.foreign_meshes import explained_mesh_errors
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import plural
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class TrainStep(NamedTuple):
   """A training step with the shapes that it is called with, for `compare`, `search` and `Estimator`.
 

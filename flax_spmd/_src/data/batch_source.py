@@ -6,18 +6,11 @@ import copy
 from collections.abc import Generator, Iterable
 from typing import Any
 
-import numpy as np
-
 from flax_spmd._src.text import with_article
 from flax_spmd.errors import CheckpointError, LayoutError
 
 NO_BATCH = object()
 _OF_ITERATOR = object()
-
-
-def is_size(size: Any) -> bool:
-  """Whether this is a number of batches, or of the rows of one."""
-  return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and bool(size >= 1)
 
 
 def check_batches(batches: Any, by: str) -> None:

@@ -20,17 +20,16 @@ from typing import TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from flax_spmd._src.data.batch_source import is_size
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import named, ranges
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 _Pieces: TypeAlias = Mapping[int, tuple[int, ...]]  # by process: the pieces of the rows, in order
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 @dataclasses.dataclass(frozen=True)
 class DataShard:
   """The part of a data set that this process reads.
@@ -62,7 +61,7 @@ class DataShard:
       >>> DataShard(index=1, count=4, processes=(1,)).local_size(256)
       64
     """
-    if not is_size(size):
+    if size < 1:
       raise LayoutError(
         f'{value_text(size)} is no number of rows.\nFix: pass a whole number of 1 or more.'
       )

@@ -19,15 +19,15 @@ import jax
 import numpy as np
 
 from flax_spmd._src.cycles import check_no_cycles
-from flax_spmd._src.data.batch_source import NO_BATCH, check_batches, has_positions, is_size
+from flax_spmd._src.data.batch_source import NO_BATCH, check_batches, has_positions
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class EvenBatch(NamedTuple):
   """A batch of full size.
 
@@ -44,7 +44,7 @@ class EvenBatch(NamedTuple):
   mask: np.ndarray
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def even_batches(
   batches: Iterable[Any], size: int, last: Literal['pad', 'drop'] = 'pad', timeout: float = TIMEOUT
 ) -> EvenBatches:
@@ -76,7 +76,7 @@ def even_batches(
   if last not in ('pad', 'drop'):
     raise LayoutError(f"last={value_text(last)} is not a choice.\nFix: pass 'pad' or 'drop'.")
   check_batches(batches, 'even_batches')
-  if not is_size(size):
+  if size < 1:
     raise LayoutError(
       f'even_batches cannot make batches of {value_text(size)} rows.\nFix: pass a whole number of 1 or more.'
     )

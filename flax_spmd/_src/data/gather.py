@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.multihost import named, processes_of
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def gather(tree: Any) -> Any:
   """Every array of a tree as a full numpy array, on every process.
 

@@ -23,9 +23,9 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from flax_spmd._src.data.batch_source import NO_BATCH, BatchSource, check_batches, is_size
+from flax_spmd._src.data.batch_source import NO_BATCH, BatchSource, check_batches
 from flax_spmd._src.progress import BatchProgress, batch_progress
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError
 
@@ -36,7 +36,7 @@ Batch = TypeVar('Batch')
 Placed = TypeVar('Placed')
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def prefetch(
   batches: Iterable[Batch],
   place: Callable[[Batch], Placed],
@@ -82,7 +82,7 @@ def prefetch(
     [(0, P('data', None)), (32, P('data', None)), (64, P('data', None))]
   """
   check_batches(batches, 'prefetch')
-  if not is_size(size):
+  if size < 1:
     raise LayoutError(
       f'prefetch cannot keep {value_text(size)} batches ready.\n'
       'Fix: pass a whole number of 1 or more; with 2, one batch is ready while the next one loads.'

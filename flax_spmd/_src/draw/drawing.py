@@ -27,13 +27,13 @@ from flax_spmd._src.draw.slices import Pieces, Slice, cut_by_axes, cut_by_indice
 from flax_spmd._src.draw.svg import svg_of
 from flax_spmd._src.draw.text_picture import Line, picture, words
 from flax_spmd._src.mesh import axis_sizes, describe
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import array_text, plural, value_text
 from flax_spmd.errors import LayoutError
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Drawing(Lines):
   """The slice of an array on each device: `str` returns text, notebooks show SVG, `rich` prints in colour.
@@ -78,7 +78,7 @@ class Drawing(Lines):
       yield from words(f'- {note}', width)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
   """Draws the slice of an array on each device; the array need not exist.
 

@@ -60,7 +60,7 @@ from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.names.layer_outputs import BATCH_OF_LAYER, names_and_rules
 from flax_spmd._src.names.nnx_variables import arrays_of
 from flax_spmd._src.names.tree_names import leaf_parts
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import shown, size_text, value_text
@@ -84,7 +84,7 @@ _PROGRAMS = 16  # that are remembered, each with other equal operations merged
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class Estimator:
   """A step, lowered once, whose costs and memory can be estimated under any layout.
 

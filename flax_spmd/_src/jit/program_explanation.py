@@ -20,7 +20,7 @@ from flax_spmd._src.jit.program_arrays import ProgramArray, ProgramCollective, o
 from flax_spmd._src.jit.second_call import SecondCall
 from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
 from flax_spmd._src.notebook_html import plain_table, preformatted, safe
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import first_lines, plural, size_text, value_text
 from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import LayoutError, did_you_mean
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
   from rich.console import Group
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class ProgramExplanation(NamedTuple):
   """The compiled program of one call: `str` returns tables, `rich` prints them in colour.
 

@@ -10,7 +10,6 @@ layout, and an annotation without a rule has no effect.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -25,12 +24,13 @@ from flax_spmd._src.constraints import constrain, mesh_for_constraints, with_log
 from flax_spmd._src.context_values import assigned
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.names.box_trees import is_unit, static_of
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.rules.decisions import Resolution
 from flax_spmd._src.rules.placements import axes_for_names, is_names, parts
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, MeshError, UnmatchedNameError, did_you_mean, raise_problems
@@ -39,7 +39,7 @@ from flax_spmd.errors import LayoutError, MeshError, UnmatchedNameError, did_you
 _annotations: ContextVar[dict[str, bool] | None] = ContextVar('flax_spmd_annotations', default=None)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def with_sharding_constraint(x: Any, placements: Any) -> Any:
   """Constrains the shardings of a tree of arrays inside a program, on the mesh in force.
 
@@ -65,7 +65,7 @@ def with_sharding_constraint(x: Any, placements: Any) -> Any:
   return treedef.unflatten([_constrain_part(part, placement) for _, placement, part in described])
 
 
-@set_module('flax_spmd')
+@public('flax_spmd', unchecked=['name'])
 def with_sharding_annotation(x: Any, name: str) -> Any:
   """Annotates a value inside a program; the rule `('@name', ...)` in force constrains its sharding.
 
@@ -130,10 +130,9 @@ def warn_of_unused_annotations(fn: Callable[..., Any], reported: set[str]) -> It
   first = 'annotations' not in reported
   reported.add('annotations')
   if annotations and unused and first:
-    warnings.warn(
+    warn(
       f'{getattr(fn, "__qualname__", fn)}: rules for annotations that it does not make: '
-      f'{", ".join(unused)}. It makes {", ".join(map(repr, sorted(annotations)))}.',
-      stacklevel=2,
+      f'{", ".join(unused)}. It makes {", ".join(map(repr, sorted(annotations)))}.'
     )
 
 
@@ -144,7 +143,7 @@ def _report_unknown(name: str, rules: Rules) -> None:
       f"{text}\nFix: correct the name, or add a rule ('@{name}', PartitionSpec())."
     )
   if rules.annotations:
-    warnings.warn(f'{text} The value is not constrained.', stacklevel=3)
+    warn(f'{text} The value is not constrained.')
 
 
 def _constrain_part(part: Any, placement: Any) -> Any:

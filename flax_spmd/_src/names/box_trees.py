@@ -27,10 +27,10 @@ from flax_spmd._src.names.nnx_variables import (
   static_of_metadata,
   static_of_variable,
 )
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def is_axis_metadata(val: Any) -> bool:
   """Whether `val` is a box: ours, Flax's, or another library's `AxisMetadata`.
 
@@ -60,7 +60,7 @@ def is_unit(node: Any) -> bool:
   return is_unit_type(type(node))
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
   """Applies a function to every box of a tree; other leaves stay.
 
@@ -73,7 +73,7 @@ def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
   return meta.map_axis_meta(fn, tree)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   """Adds an axis to every box of a tree, as `nn.scan` and `nn.vmap` do.
 
@@ -85,7 +85,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   return map_axis_meta(lambda box: box.add_axis(index, dict(params)), tree)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   """Removes an axis from every box of a tree, as `nn.scan` and `nn.vmap` do.
 
@@ -97,7 +97,7 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   return map_axis_meta(lambda box: box.remove_axis(index, dict(params)), tree)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """The tree without its boxes.
 
@@ -125,7 +125,7 @@ def _unboxed(tree: Any, apply_constraint: bool) -> Any:
   return meta.map_axis_meta(open_box, tree)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def replace_boxed(tree: Any, updates: Any) -> Any:
   """The tree with the values of its boxes replaced.
 

@@ -35,7 +35,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.constraints import constrain_on, mesh_for_constraints, resolve_for_constraint
 from flax_spmd._src.mesh import MeshLike, PortableMesh, axis_sizes, check_mesh
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
@@ -125,7 +125,7 @@ _READ_DIRECTLY = (
 )
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Partitioned(_Base):
   """A value and the mesh axes that its dimensions are sharded over.
 
@@ -376,7 +376,7 @@ class Partitioned(_Base):
     return _unpickled_box, (type(self), self.static, self.value)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class LogicallyPartitioned(Partitioned):
   """A value and the logical names of its dimensions.
 
@@ -453,7 +453,7 @@ def _of_names_only(rules: Rules) -> Rules:
   return rules
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def with_partitioning(
   fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None
 ) -> Callable[..., Partitioned]:
@@ -475,7 +475,7 @@ def with_partitioning(
   return _boxing('with_partitioning', fn, lambda value: Partitioned(value, names, mesh))
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def with_logical_partitioning(
   fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None, rules: Any = None
 ) -> Callable[..., LogicallyPartitioned]:

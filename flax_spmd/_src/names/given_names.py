@@ -24,14 +24,14 @@ from flax_spmd._src.names.axes_collections import (
 from flax_spmd._src.names.box_trees import is_unit, static_of
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd._src.names.nnx_variables import with_metadata_names
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def with_names(tree: Any, names: Any) -> Any:
   """The tree with a box around every array that is given names; it may have boxes with the same names already.
 

@@ -19,7 +19,7 @@ from flax_spmd._src.names.layer_outputs import outputs_constrained
 from flax_spmd._src.names.layer_table import LayerTable, table_of_flax
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
 from flax_spmd._src.names.nnx_layers import name_optimizer_state, name_variables
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.tree_paths import KEY_TEXT, path_string
 from flax_spmd.errors import raise_problems
 
@@ -30,7 +30,7 @@ Result = TypeVar('Result')
 _trace_key = jax.make_user_context(())
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Result]:
   """A function that creates the same state with names, or makes the same step: as if the model were annotated.
 

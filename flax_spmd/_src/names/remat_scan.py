@@ -13,13 +13,13 @@ import flax.core
 import flax.linen as nn
 from flax.core import Scope
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 
 _EVERYTHING_AT_0: Mapping[Any, Any] = {True: 0}
 _SPLIT_ALL: Mapping[Any, bool] = {True: True}
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def remat_scan(
   target: Any,
   lengths: Sequence[int] = (),

@@ -27,12 +27,12 @@ from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
 from flax_spmd._src.names.nnx_variables import with_spec
 from flax_spmd._src.names.tree_names import TreeNames
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.decisions import Names
 from flax_spmd._src.rules.table import Rules
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def get_partition_spec(tree: Any) -> Any:
   """The names of every array of a tree, as PartitionSpecs.
 
@@ -59,7 +59,7 @@ def get_partition_spec(tree: Any) -> Any:
   return names.treedef.unflatten(map(_in_variable, names.units, specs))
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   """The sharding of every array of a tree on `mesh`.
 
@@ -106,7 +106,7 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   return jax.tree.map(sharding, tree, get_partition_spec(tree), is_leaf=is_unit)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> PartitionSpec | None:
   """The PartitionSpec of an array whose dimensions have these logical names.
 
@@ -131,7 +131,7 @@ def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> Pa
   return _resolve(array_dim_names, _table(rules))
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
   """`logical_to_mesh_axes` for every PartitionSpec of a tree; None stays None.
 
@@ -147,7 +147,7 @@ def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
   return _map_specs(lambda spec: _resolve(spec, table), tree)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> Any:
   """`logical_to_mesh`, and the specs as NamedShardings on `mesh`.
 

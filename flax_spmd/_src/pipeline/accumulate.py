@@ -22,12 +22,12 @@ from flax_spmd._src.pipeline.cut.stage_marks import microbatch_p
 from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import first_lines, value_text, with_article
 from flax_spmd.errors import PipelineError
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 def accumulate(
   fn: Callable[[Any], Any],
   batch: Any,

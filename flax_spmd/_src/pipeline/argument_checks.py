@@ -20,8 +20,7 @@ _MAX_REPR = 60  # characters of a value in a message
 
 def check_seconds(seconds: float, name: str) -> None:
   """Raises PipelineError unless a number is positive."""
-  is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-  if not is_number or not seconds > 0:
+  if not seconds > 0:
     raise PipelineError(f'{name} is {value_text(seconds)}.\nFix: pass a positive number of seconds.')
 
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import first_lines, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Add:
   """The sum over the microbatches, in the dtype of the results.
@@ -44,7 +44,7 @@ class Add:
     return lax.add(state, result)
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Mean(Add):
   """The mean over the microbatches.
@@ -58,7 +58,7 @@ class Mean(Add):
   combines: ClassVar[tuple[tuple[Any, ...], str]] = (np.inexact,), 'floating-point and complex numbers'
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Max:
   """The elementwise maximum over the microbatches; of booleans, whether any is true.
@@ -85,7 +85,7 @@ class Max:
     return lax.max(state, result)
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Stack:
   """The results of the microbatches in a new dimension, in the order of the microbatches.
@@ -104,7 +104,7 @@ class Stack:
   axis: int = 0
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Concat:
   """The results of the microbatches, concatenated. Scalars become a vector.

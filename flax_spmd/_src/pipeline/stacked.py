@@ -31,7 +31,7 @@ from flax_spmd._src.constraints import with_logical_constraint
 from flax_spmd._src.pipeline.accumulate import suggestion
 from flax_spmd._src.pipeline.argument_checks import differences, named_leaves
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
@@ -39,7 +39,7 @@ _SPLIT_ALL: Mapping[Any, bool] = {True: True}
 _SPLIT_OTHERS: Mapping[Any, bool] = {'params': False, DenyList('params'): True}
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 def stacked(
   target: Any, stages: int, microbatches: int, *, axis: str = 'stage', names: Any = ('batch',)
 ) -> Any:

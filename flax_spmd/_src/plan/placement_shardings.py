@@ -9,7 +9,6 @@ The forms of a placement are listed in `flax_spmd._src.rules.placements`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
 from flax_spmd._src.rules.placements import PlacedPart, axes_for_names, is_table, parts
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import rank_text, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import FlaxSpmdError, LayoutError, MeshError, Problem, did_you_mean, raise_problems
@@ -240,7 +240,4 @@ def _warn_of_typos(path: str, names: Any, planner: Planner) -> None:
     if isinstance(name, str) and name not in planner.rules.by_name:
       suggestion = did_you_mean(name, planner.rules.by_name)
       if suggestion:
-        warnings.warn(
-          f'{path}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{suggestion}',
-          stacklevel=2,
-        )
+        warn(f'{path}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{suggestion}')

@@ -11,7 +11,6 @@ come first, and free their memory for the others.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import joint, named, processes_of
 from flax_spmd._src.notebook_html import plain_table, preformatted, safe
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.reshard.array_transfer import (
   ArrayTransfer,
   can_cross,
@@ -66,7 +65,7 @@ class ReshardRow(NamedTuple):
   bytes_per_device: int
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReshardPlan:
   """The plan of a reshard, made by `Layout.plan_reshard`; print it for a table.
@@ -218,7 +217,7 @@ def cast_dtype(leaf: Any, dtype: Any) -> Any:
 
 def check_limit(limit: Any) -> None:
   """Raises `LayoutError` for a limit that is no number of bytes."""
-  if limit is not None and not (isinstance(limit, numbers.Real) and float(limit) >= 0):
+  if limit is not None and limit < 0:
     raise LayoutError(
       f'limit={value_text(limit)} is not a number of bytes.\nFix: pass 0 or more, such as limit=8 * 2**30.'
     )

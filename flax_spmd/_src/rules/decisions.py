@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import (
   Problem,
@@ -52,7 +52,7 @@ class Skipped(NamedTuple):
   axes: tuple[str, ...]
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Decision(NamedTuple):
   """The resolution of one dimension: its name, its mesh axes, the rule that decided, the rules skipped.
 
@@ -87,7 +87,7 @@ class Decision(NamedTuple):
     return next(taken, None) if self.rule is None else None
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Resolution(NamedTuple):
   """A PartitionSpec, the decisions that led to it, and the problems that the policies report.
 
@@ -155,7 +155,7 @@ def _all_within(rule: int, skipped: tuple[Skipped, ...]) -> tuple[Skipped, ...]:
   return tuple(skip._replace(rule=_within(rule, skip.rule)) for skip in skipped)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 @dataclasses.dataclass(frozen=True)
 class Policies:
   """The behaviour of a rule table in cases in which Flax is silent.

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.notebook_html import bullets, plain_table, safe
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses import (
   AnnotationRule,
   Clause,
@@ -65,7 +65,7 @@ KINDS: tuple[type[Clause], ...] = (
 """The kinds of rules, in the order in which they are tried on a clause that a user wrote."""
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Rules(RuleTable):
   """An ordered, immutable, hashable table of clauses.
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import CountedLoop, Counts
 from flax_spmd._src.hlo.work import Product
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.versions import installed_version
 
 FORMAT = 4
@@ -136,10 +136,9 @@ def _append(file: Path, line: dict[str, Any]) -> None:
 
 
 def _warn(file: Path, error: OSError) -> None:
-  warnings.warn(
+  warn(
     f'Estimates cannot be cached in {file.parent}: {error.strerror}. '
-    'Set FLAX_SPMD_CACHE to another folder.',
-    stacklevel=4,
+    'Set FLAX_SPMD_CACHE to another folder.'
   )
 
 

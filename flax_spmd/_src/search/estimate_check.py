@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.estimate.doubts import particular
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.search.operation_classes import ClassTraffic, class_of, compared
 from flax_spmd._src.text import plural
 
@@ -36,7 +36,7 @@ CheckedPair = tuple[Outcome, Outcome]
 """An estimate without corrections, and the compiled outcome of the same layout."""
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class EstimateCheck(NamedTuple):
   """The comparison of a search's estimates with compiled layouts.
 

@@ -22,7 +22,7 @@ from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome, reco
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.notebook_html import collapsed_page, preformatted, written_page
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.html_report import page, signed_size
 from flax_spmd._src.search.trials import expected_seconds
@@ -38,7 +38,7 @@ NOISE = 0.02
 _UNCHECKED = 'Unchecked: no estimate was compared with a compiled program.'
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class RuleEffect(NamedTuple):
   """The effect of a rule: the estimated change when it is removed from the best layout.
 
@@ -64,7 +64,7 @@ class RuleEffect(NamedTuple):
     return f'without {self.rule!r}: {signed_size(self.memory)}, {100 * self.time:+.3g} %'
 
 
-@set_module('flax_spmd.explore')
+@public('flax_spmd.explore')
 class SearchResult:
   """The result of a search; printing it shows the best layout and its alternatives.
 

@@ -14,7 +14,6 @@ searched alongside (`pipelines`).
 from __future__ import annotations
 
 import functools
-import numbers
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.search.pipelines import check_pipelines, pipeline_searches
 from flax_spmd._src.search.result import SearchResult
 from flax_spmd._src.search.run import SearchLimits, SearchRun
@@ -39,7 +38,7 @@ _MAX_COMPILED = 24  # candidates of a search without an estimator
 _MAX_PARTITIONED = 100  # and of one whose step has to be partitioned for each
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def search(
   train_step: TrainStepLike,
   target: str,
@@ -129,8 +128,6 @@ def search(
   _check_types(
     (Mapping, {'choices': choices, 'pin': pin}),
     (Collection, {'pipelines': pipelines, 'forbid': forbid}),
-    (numbers.Integral, {'tensor': tensor, 'candidates': candidates, 'top': top, 'jobs': jobs}),
-    (numbers.Real, {'time_limit': time_limit}),
     (Mapping | Mesh | AbstractMesh, {'mesh': mesh}),
   )
   values = {name: tuple(values) for name, values in (choices or {}).items()}
@@ -170,8 +167,7 @@ def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:
     raise SearchError(
       f'search does not take {", ".join(wrong)}.\n'
       "Fix: choices and pin are dicts by name, such as pin={'batch': 'data'}; pipelines is a list of schedules, forbid a dict "
-      'or a list of names, mesh a mesh or a dict of sizes; tensor, candidates, top and jobs are integers, time_limit is a '
-      'number of seconds.'
+      'or a list of names, mesh a mesh or a dict of sizes.'
     )
 
 

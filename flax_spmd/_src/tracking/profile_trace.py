@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import LayoutError
 
@@ -30,7 +30,7 @@ _PROCESS = 1_000_000_000  # number of the process of planned events; those of a 
 _ORDER = 1.0  # microseconds of an event whose time is unknown
 
 
-@set_module('flax_spmd.tracking')
+@public('flax_spmd.tracking')
 class TraceMatch(NamedTuple):
   """The planned collectives of a program, and their events in a profile.
 
@@ -47,7 +47,7 @@ class TraceMatch(NamedTuple):
   missing: tuple[str, ...]
 
 
-@set_module('flax_spmd.tracking')
+@public('flax_spmd.tracking')
 def write_trace(
   program: ProgramExplanation | Outcome,
   path: str | os.PathLike[str],

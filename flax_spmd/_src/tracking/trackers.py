@@ -12,12 +12,12 @@ import importlib
 import os
 from typing import Any
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.tracking.report import Described, Report, report_of
 from flax_spmd.errors import LayoutError
 
 
-@set_module('flax_spmd.tracking')
+@public('flax_spmd.tracking')
 def log_tensorboard(
   value: Described, writer: str | os.PathLike[str] | Any, step: int = 0, name: str = 'layout'
 ) -> None:
@@ -79,7 +79,7 @@ def _write(report: Report, writer: Any, step: int, name: str) -> None:
     write_scalar(key, number, step)
 
 
-@set_module('flax_spmd.tracking')
+@public('flax_spmd.tracking')
 def log_wandb(value: Described, run: Any = None, step: int | None = None, name: str = 'layout') -> None:
   """Logs an explanation or a comparison to Weights & Biases: a table, a page, and figures in the summary of the run.
 

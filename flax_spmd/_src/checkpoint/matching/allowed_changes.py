@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.checkpoint.storage.skeleton import ROOT
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.text import plural, shown, value_text
 from flax_spmd.errors import CheckpointError, Problem, did_you_mean, problems_text
@@ -24,7 +24,7 @@ _MARK = re.compile(r'\{([^{}]*)\}')  # the place of a layer's number, or the nam
 Dtypes = Literal['keep', 'cast'] | Mapping[str, str]
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Changes:
   """The differences between a checkpoint and its restore target that a restore may bridge.

@@ -34,7 +34,7 @@ from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd._src.joint_call import Failure, first_line, in_front
 from flax_spmd._src.multihost import CALLS, exchange, named
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd.errors import CheckpointError
 
 _POLL = 0.5  # seconds
@@ -50,7 +50,7 @@ class Response(Protocol):
     ...
 
 
-@set_module('flax_spmd.checkpoint')
+@public('flax_spmd.checkpoint')
 class AsyncSave:
   """A save in progress in the background, as returned by `save_async`.
 

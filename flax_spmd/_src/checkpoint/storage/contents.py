@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -147,7 +146,7 @@ def check_bytes(**sizes: Any) -> None:
   problems = [
     Problem(f'{name}={value_text(size)} is not a number of bytes.', 'pass 0 or more.')
     for name, size in sizes.items()
-    if size is not None and not (isinstance(size, numbers.Real) and float(size) >= 0)
+    if size is not None and size < 0
   ]
   if problems:
     raise CheckpointError(problems_text(problems))

@@ -26,14 +26,14 @@ from jax.interpreters import ad, batching, mlir
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.argument_checks import check_arrays, named_leaves
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError
 
 _numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline', unchecked=['name'])
 def stage_end(x: Any, name: str | None = None) -> Any:
   """Ends a stage of a pipeline; outside a pipeline, the identity.
 
@@ -74,7 +74,7 @@ def stage_end(x: Any, name: str | None = None) -> Any:
   return treedef.unflatten(stage_end_p.bind(*leaves, **params))
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 def place_with(x: Any, anchor: Any) -> Any:
   """Computes a value on the rank of another one, after the microbatch loop; elsewhere, the identity.
 

@@ -55,7 +55,7 @@ def check_concrete(mesh: MeshLike) -> Mesh:
 def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
   """Raises PipelineError if the mesh lacks the axis of the stages, or rules use it."""
   sizes = axis_sizes(mesh)
-  if not isinstance(axis, str) or axis not in sizes:
+  if axis not in sizes:
     raise PipelineError(
       f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(str(axis), sizes)}\n'
       "Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or pass the "

@@ -12,10 +12,10 @@ from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.simulation import EQUAL, Costs, Simulation, stage_costs
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Automatic(Schedule):
   """The order that is fastest in simulation, for given task times and a limit of memory.

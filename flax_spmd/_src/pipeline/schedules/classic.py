@@ -16,7 +16,7 @@ from typing import Literal
 
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Kind, Step, Task
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, did_you_mean
 
@@ -34,7 +34,7 @@ class _OneByOne(Schedule):
     """The number of forwards before the first backward."""
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class GPipe(_OneByOne):
   """All forwards, then all backwards; m live activations on every rank.
@@ -53,7 +53,7 @@ class GPipe(_OneByOne):
     return forwards
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class InterleavedGPipe(GPipe):
   """GPipe with several stages per rank, assigned round-robin; a rank runs one stage after the other.
@@ -73,7 +73,7 @@ class InterleavedGPipe(GPipe):
   chunks: int = 2
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class OneFOneB(_OneByOne):
   """One forward, one backward (1F1B; JaxPP's `Std1F1B`); p - r live activations on rank r.
@@ -93,7 +93,7 @@ class OneFOneB(_OneByOne):
     return self.ranks - 1 - rank
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Eager1F1B(_OneByOne):
   """1F1B with twice the warm-up, to hide transfers; 2 (p - r) - 1 live activations on rank r.
@@ -115,7 +115,7 @@ class Eager1F1B(_OneByOne):
     return 2 * (self.ranks - 1 - rank)
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Interleaved1F1B(Schedule):
   """1F1B with several stages per rank, assigned round-robin: a smaller bubble for more transfers.

@@ -16,13 +16,13 @@ from typing import NamedTuple
 from flax_spmd._src.pipeline.schedules.simulation import Costs, check_time, cost_function, stage_costs
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order, Task, inputs
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd.errors import PipelineError
 
 _PRIORITY = {'bwd': 0, 'fwd': 1, 'wgrad': 2}
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 def greedy(
   stage_ranks: Sequence[int],
   microbatches: int,

@@ -35,14 +35,14 @@ from flax_spmd._src.pipeline.schedules.tasks import Order, Step
 from flax_spmd._src.pipeline.schedules.text_format import read, steps_of
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
 from flax_spmd._src.pipeline.schedules.validation import ScheduleReport, TaskLists, Waits, validate, walk
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError
 
 Rule: TypeAlias = Callable[[int, int], Iterable[Step | str]]
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Schedule(abc.ABC):
   """The order of tasks on every rank of a pipeline.

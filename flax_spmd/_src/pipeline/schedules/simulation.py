@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Step, Task, parse
 from flax_spmd._src.pipeline.schedules.validation import TaskLists, external_inputs, validate
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, did_you_mean
 
@@ -32,7 +32,7 @@ _FIX = (
 )
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 class TimedStep(NamedTuple):
   """A task with its start and end.
 
@@ -54,7 +54,7 @@ class TimedStep(NamedTuple):
   lengths: tuple[float, ...]
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Simulation:
   """The result of simulating a schedule; `str` formats it as a table.

@@ -8,7 +8,6 @@ In a V the loss is computed on the rank of the model's input, and results change
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -50,9 +49,6 @@ def assign_ranks(ranks: int, chunks: int, placement: Placement) -> tuple[int, ..
 
 def check_positive(number: int, name: str) -> int:
   """The number; raises PipelineError unless it is a positive integer."""
-  try:
-    if operator.index(number) >= 1 and not isinstance(number, bool):
-      return number
-  except TypeError:
-    pass
+  if number >= 1:
+    return number
   raise PipelineError(f'{name} is {value_text(number)}.\nFix: pass a positive integer.')

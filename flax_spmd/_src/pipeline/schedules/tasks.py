@@ -18,7 +18,7 @@ import operator
 import re
 from typing import Literal, TypeAlias, cast, get_args
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd.errors import PipelineError, did_you_mean
 
 Kind: TypeAlias = Literal['fwd', 'bwd', 'wgrad']
@@ -32,7 +32,7 @@ _SYNTAX = (
 )
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
   """The work of one kind that one stage does on one microbatch.
@@ -71,7 +71,7 @@ class Task:
     return f'{self.kind}_{self.stage}__{self.microbatch}'
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedTask:
   """Several tasks of one rank as one program.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from flax_spmd._src.draw.lines import Lines
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
 from flax_spmd._src.pipeline.schedules.tasks import Task
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 
 _LETTERS = {'fwd': 'F', 'bwd': 'B', 'wgrad': 'W'}
 _WORDS = {'fwd': 'forward', 'bwd': 'backward', 'wgrad': 'weight gradient'}
@@ -32,7 +32,7 @@ _CHARACTER, _ROW, _LINE = 6.8, 26, 18  # pixels: width of a character, height of
 _LEFT, _WIDE = 62, 1600  # pixels left of a band, and of its largest width
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Timeline(Lines):
   """The tasks of a schedule over time: text by `str`, SVG in notebooks, colour with `rich`.

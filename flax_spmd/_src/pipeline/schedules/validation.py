@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.tasks import Kind, Order, Step, Task, depends_on, inputs
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.text import plural
 from flax_spmd.errors import PipelineError, Problem, problems_text
 
@@ -27,7 +27,7 @@ _SHOWN = 4  # problems of one kind in a message; the others are counted
 _CONTEXT = 2  # tasks shown on either side of the underlined one
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 class ScheduleReport(NamedTuple):
   """The result of validating a schedule.
 

@@ -14,10 +14,10 @@ from flax_spmd._src.pipeline.schedules.classic import alternate, interleaved, ta
 from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleH1(Schedule):
   """1F1B with weight gradients delayed by r microbatches on rank r; p live activations on every rank.
@@ -45,7 +45,7 @@ class ZeroBubbleH1(Schedule):
     yield from weights[max(0, microbatches - rank) :]
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleV(Schedule):
   """Two stages per rank in a V, with delayed weight gradients: no bubble except to fill the pipeline.
@@ -72,7 +72,7 @@ class ZeroBubbleV(Schedule):
     return greedy(self.stage_ranks, microbatches, live=self.stages)[rank]
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class KimiK2(Schedule):
   """Interleaved 1F1B with one more warm-up forward, and weight gradients split from the backward.
@@ -106,7 +106,7 @@ class KimiK2(Schedule):
     return uneven_rounds(self.ranks, microbatches)
 
 
-@set_module('flax_spmd.pipeline')
+@public('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class DualPipeV(Schedule):
   """DeepSeek's DualPipe, cut in half: a V that pairs backwards of one stage with forwards of the other.

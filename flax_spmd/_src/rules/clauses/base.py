@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.decisions import (
   UNCONSTRAINED,
   Axes,
@@ -37,7 +37,7 @@ from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 class Leaf(NamedTuple):
   """One array of a tree, as a function in a rule table receives it.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jax import dtypes
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses.axes_with_options import AxesWithOptions
 from flax_spmd._src.rules.clauses.base import FillingClause, Leaf
 from flax_spmd._src.rules.decisions import Axes, Reason
@@ -50,7 +50,7 @@ class Fsdp(AxesWithOptions, FillingClause):
     return max(dividing, key=lambda dim: (leaf.shape[dim], -dim))
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)) -> Fsdp:
   """A clause that shards every array that is left: one open dimension of each large one.
 

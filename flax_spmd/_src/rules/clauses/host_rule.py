@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses.annotation_rule import AnnotationRule
 from flax_spmd._src.rules.clauses.base import Clause, ReadTable, kind_of_toml
 from flax_spmd._src.rules.clauses.name_rule import is_pair
@@ -83,7 +83,7 @@ def host_problems(index: int, written: Any, clause: Clause | None) -> Iterator[P
     )
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def host(clause: Any) -> Host:
   """A clause whose arrays are in the host's memory (`pinned_host`) between steps, sharded as without `host`.
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses.axes_with_options import AxesWithOptions
 from flax_spmd._src.rules.clauses.base import Idle, Leaf, WideningClause
 from flax_spmd._src.rules.decisions import Axes, Reason, axis_names
@@ -55,7 +55,7 @@ class OptimizerOver(AxesWithOptions, WideningClause):
     return super().idle(paths, reasons)
 
 
-@set_module('flax_spmd')
+@public('flax_spmd')
 def optimizer_over(
   axes: Axes, *, min_size: int = 2**20, avoid: str | Sequence[str] = ()
 ) -> OptimizerOver:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.mesh import MeshLike, axis_sizes
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.rules.clauses.axes_with_options import are_axes, as_axes, is_count
 from flax_spmd._src.rules.decisions import axis_names
@@ -24,7 +24,7 @@ from flax_spmd.errors import MeshAxisError, Problem, RulesError, raise_problems
 Spec = tuple[Any, ...]
 
 
-@set_module('flax_spmd.translate')
+@public('flax_spmd.translate')
 def from_big_vision(
   strategy: Iterable[tuple[str, str]], mesh: MeshLike | Mapping[str, int], logical_rules: Any = ()
 ) -> Rules:

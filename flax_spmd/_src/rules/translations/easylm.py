@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import Problem, RulesError, raise_problems
 
 
-@set_module('flax_spmd.translate')
+@public('flax_spmd.translate')
 def from_easylm(rules: Iterable[tuple[str, PartitionSpec]]) -> Rules:
   """The rule table of EasyLM's `match_partition_rules`.
 

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.public_module import set_module
+from flax_spmd._src.public import public
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, RulesError, raise_problems
 
 
-@set_module('flax_spmd.translate')
+@public('flax_spmd.translate')
 def from_praxis(weights: Any, mesh_axes: Sequence[str]) -> Rules:
   """A path rule for each weight of a Praxis model; its moments follow it.
 
