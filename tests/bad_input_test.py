@@ -1035,6 +1035,57 @@ def test_arguments_of_a_search_of_another_type():
   )
 
 
+def test_values_that_a_search_cannot_use():
+  step, create, x = lambda s, x, remat=None: s, lambda: {'w': jnp.ones(8)}, jnp.ones(8)
+  train_step = spmd.explore.TrainStep(step, create, x)
+  choices = {'remta': (None, 'dots'), 'dtype': ('float32',)}
+  other: Any = train_step._replace(args=cast(Any, 0))
+  no_arguments = dedent("""\
+    The choices do not fit <lambda>(s, x, remat):
+      no argument 'remta'. Did you mean 'remat'?
+      no argument 'dtype'.
+    Fix: name arguments of the step that have defaults, such as def step(state, batch, remat=None) and choices={'remat': [None, 'dots']}.""")
+  for kind, call, text in (
+    (
+      errors.SearchError,
+      lambda: spmd.search(train_step, 'cpu:8', memory=0),
+      "memory=0 is not a size.\nFix: pass a positive number of bytes, or text such as '14GiB'.",
+    ),
+    (errors.SearchError, lambda: spmd.search(train_step, 'cpu:8', choices=choices), no_arguments),
+    (
+      errors.SearchError,
+      lambda: spmd.search(lambda layout: train_step, 'cpu:8', choices=choices),
+      no_arguments,
+    ),
+    (
+      errors.EstimatorError,
+      lambda: spmd.explore.Estimator(train_step, platform='gpu'),
+      "The platform 'gpu' is unknown.\nFix: pass one of 'cuda', 'rocm', 'tpu', 'cpu'.",
+    ),
+  ):
+    assert text_of(kind, call) == text
+  with pytest.raises(TypeError) as caught:
+    spmd.search(other, 'cpu:8')
+  assert str(caught.value) == (
+    'TrainStep.args is 0, of type int.\n'
+    'Fix: pass the arguments of create as a tuple, TrainStep(step, create, batch, args=(key,)).'
+  )
+
+
+def test_place_with_of_other_values():
+  text = text_of(
+    errors.PipelineError, lambda: spmd.pipeline.place_with('x', {'g': jnp.ones(3), 'k': 'y'})
+  )
+  assert (
+    text
+    == dedent("""\
+    place_with takes arrays and numbers, and these leaves are neither:
+      anchor/k: 'y' is a str
+      x: 'x' is a str
+    Fix: write place_with(x, anchor), with the arrays to compute and an array of the rank, such as a gradient.""")
+  )
+
+
 def test_arguments_of_an_estimate_a_comparison_and_a_calibration_of_another_type():
   explore, lay = spmd.explore, layout(('batch', 'data'))
   step = lambda state, x: state

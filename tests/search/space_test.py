@@ -378,7 +378,7 @@ def test_a_budget_larger_than_the_chip():
   wrong(
     """
     memory='much' is not a size.
-    Fix: pass a number of bytes, or text such as '14GiB'.
+    Fix: pass a positive number of bytes, or text such as '14GiB'.
     """,
     memory='much',
   )

@@ -23,7 +23,7 @@ from flax_spmd._src.jit.foreign_meshes import explained_mesh_errors
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public import public
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import plural, value_text
 
 
 @public('flax_spmd.explore')
@@ -131,7 +131,13 @@ def check_step(step: Any) -> None:
 def _check_functions(train_step: TrainStep) -> None:
   """Raises unless the functions of a `TrainStep` can be called as it calls them."""
   check_step(train_step.step)
-  create, count = train_step.create, len(train_step.args)
+  create, args = train_step.create, train_step.args
+  if not isinstance(args, Sequence) or isinstance(args, str):
+    raise TypeError(
+      f'TrainStep.args is {value_text(args)}, of type {type(args).__name__}.\n'
+      'Fix: pass the arguments of create as a tuple, TrainStep(step, create, batch, args=(key,)).'
+    )
+  count = len(args)
   if not _accepts(create, count):
     of_arguments = 'pass its arguments, TrainStep(step, create, batch, args=(...)).'
     fix = of_arguments if callable(create) else 'pass a function that returns the state, lambda: state.'

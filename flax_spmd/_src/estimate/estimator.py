@@ -74,6 +74,7 @@ TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
 )
+_PLATFORMS = 'cuda', 'rocm', 'tpu', 'cpu'
 _COMPARE = 'choose the layouts, and compile them with spmd.compare.'
 _INSTALL = "; with pip install 'flax-spmd[cuda]', XLA for GPUs partitions the step, without a GPU"
 _GROUPS_DOUBT = (
@@ -90,7 +91,7 @@ class Estimator:
 
   Args:
     train_step: the step and its arguments; for a model that holds a mesh, a function that returns it for a layout.
-    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
+    platform: platform to lower for: 'cuda', 'rocm', 'tpu' or 'cpu'.
 
   Attributes:
     names: sizes of the dimensions with each logical name.
@@ -124,6 +125,10 @@ class Estimator:
 
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
+    if platform not in _PLATFORMS:
+      raise EstimatorError(
+        f'The platform {platform!r} is unknown.\nFix: pass one of {", ".join(map(repr, _PLATFORMS))}.'
+      )
     self._given, self._platform = train_step, platform
     try:
       mlir.check_jaxlib()

@@ -45,6 +45,7 @@ from flax_spmd.errors import (
   MeshError,
   PipelineError,
   SearchError,
+  did_you_mean,
 )
 
 Choices = tuple[tuple[str, Any], ...]
@@ -97,10 +98,26 @@ def _split(
   return own, {name: value for name, value in choices.items() if name not in own}
 
 
+def _check_choices(step: Callable[..., Any], choices: Mapping[str, Any]) -> None:
+  """Raises SearchError for choices that are no arguments of the step."""
+  parameters = inspect.signature(step).parameters
+  if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    return
+  others = [name for name in choices if name not in parameters]
+  if others:
+    raise SearchError(
+      f'The choices do not fit {getattr(step, "__name__", "step")}({", ".join(parameters)}):'
+      + ''.join(f'\n  no argument {name!r}.{did_you_mean(name, parameters)}' for name in others)
+      + '\nFix: name arguments of the step that have defaults, such as def step(state, batch, remat=None) and '
+      "choices={'remat': [None, 'dots']}."
+    )
+
+
 def _bound(train_step: TrainStep, choices: Mapping[str, Any]) -> TrainStep:
   """The step with arguments bound, and those of its `create` that have the same names."""
   if not choices:
     return train_step
+  _check_choices(train_step.step, choices)
   shared, _ = _split(train_step.create, choices)
   create = functools.partial(train_step.create, **shared) if shared else train_step.create
   return train_step._replace(step=functools.partial(train_step.step, **choices), create=create)
@@ -158,7 +175,8 @@ def _facts_without_estimator(task: SearchTask) -> ModelFacts:
   try:
     return facts_of(task.train_step, task.axes)
   except Exception as error:
-    if isinstance(task.train_step, TrainStep) and not isinstance(error, (MeshError, MeshAxisError)):
+    is_step = isinstance(task.train_step, TrainStep)
+    if isinstance(error, SearchError) or (is_step and not isinstance(error, (MeshError, MeshAxisError))):
       raise
     problem = f'on the mesh {dict(task.axes)}' if task.axes else 'without the mesh axes that it uses'
     text = '\n'.join(filter(str.strip, str(error).split('\nFix: ')[0].splitlines()))

@@ -141,11 +141,14 @@ def axes_named(
 
 def _bytes(memory: int | str) -> int:
   try:
-    return parse_size(memory)
+    size = parse_size(memory)
   except ValueError:
-    raise SearchError(
-      f"memory={value_text(memory)} is not a size.\nFix: pass a number of bytes, or text such as '14GiB'."
-    ) from None
+    size = 0
+  if size:
+    return size
+  raise SearchError(
+    f"memory={value_text(memory)} is not a size.\nFix: pass a positive number of bytes, or text such as '14GiB'."
+  )
 
 
 def _check_texts(host: Any) -> None:

@@ -89,12 +89,17 @@ def place_with(x: Any, anchor: Any) -> Any:
     `x`.
 
   Raises:
-    PipelineError: the tree `anchor` has no array; in a pipeline, it does not depend on the loop.
+    PipelineError: the tree `anchor` has no array, or a leaf is neither array nor number; in a pipeline, it does not depend on the loop.
 
   Example:
     >>> place_with(jnp.ones(2), jnp.zeros(3))
     Array([1., 1.], dtype=float32)
   """
+  check_arrays(
+    named_leaves({'x': x, 'anchor': anchor}),
+    'place_with takes arrays and numbers, and these leaves are neither',
+    'write place_with(x, anchor), with the arrays to compute and an array of the rank, such as a gradient.',
+  )
   anchors = jax.tree.leaves(anchor)
   if not anchors:
     raise PipelineError(
