@@ -3,7 +3,6 @@
 Layouts are drawn as in a search: from the starting points, by random changes. A seed gives the same sample again.
 """
 
-import functools
 import os
 import random
 import time
@@ -22,6 +21,7 @@ from flax_spmd.errors import LayoutError
 from flax_spmd.explore import Estimator, Outcome, TrainStep, compare, parse_target
 
 CHANGES = 6  # at most, from a starting point to a candidate of the sample
+TIMED = 6  # candidates whose estimates are only timed
 ATTEMPTS = 50  # draws for each candidate; a small space has few of them
 
 
@@ -93,8 +93,8 @@ class Sample(NamedTuple):
     pairs: the candidates with both outcomes; their whole step is partitioned where that is possible.
     quick: the same candidates with estimates for which it is not partitioned, as a search makes of most.
     failed: the candidates without an outcome, with the error.
-    seconds: CPU time of the quick estimates.
-    partitioned_seconds: CPU time of the others.
+    seconds: CPU time of a quick estimate, measured after those of the pairs, as a search makes tens of them.
+    partitioned_seconds: CPU time of one of the others.
   """
 
   pairs: list[Pair]
@@ -103,26 +103,21 @@ class Sample(NamedTuple):
   seconds: float
   partitioned_seconds: float
 
-  @property
-  def rate(self) -> float:
-    """Quick estimates per second and core."""
-    return (len(self.pairs) + len(self.failed)) / self.seconds
-
 
 def sample(train_step: TrainStep, target: str, count: int, seed: Any, jobs: int) -> Sample:
   """A sample of a step's layouts."""
-  estimator, facts, drawn = drawn_for(train_step, target, count, seed)
-  (quick, seconds), (estimated, partitioned_seconds) = (
-    _timed(functools.partial(estimates, estimator, facts, drawn, target, partition))
-    for partition in (False, True)
-  )
+  estimator, facts, drawn = drawn_for(train_step, target, count + TIMED, seed)
+  drawn, others = drawn[:count], drawn[count:] or drawn
+  quick = estimates(estimator, facts, drawn, target, partition=False)
+  _, seconds = _timed(lambda: estimates(estimator, facts, others, target, partition=False))
+  estimated, partitioned_seconds = _timed(lambda: estimates(estimator, facts, drawn, target))
   layouts = {name: one.layout for name, one in estimated.items() if one.counts}
   compiled = compare(train_step, layouts, target, jobs=jobs) if layouts else {}
   failed = [(name, one.error or '') for name, one in estimated.items() if not one.counts]
   failed += [(name, compiled[name].error or '') for name in layouts if not compiled[name].counts]
   usable = [name for name in layouts if compiled[name].counts]
   both = ([Pair(name, every[name], compiled[name]) for name in usable] for every in (estimated, quick))
-  return Sample(*both, failed, seconds, partitioned_seconds)
+  return Sample(*both, failed, seconds / len(others), partitioned_seconds / len(drawn))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

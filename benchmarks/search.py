@@ -76,7 +76,7 @@ TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 def sample_of_model(count: int, seed: int) -> Sample:
   """The sample of the model for 64 H100s."""
   drawn = sample(TrainStep(layout_model.step, CREATE, BATCH), TARGET, count, seed, CORES)
-  log(f'{count} candidates, seed {seed}; {drawn.rate:.1f} estimates per second and core')
+  log(f'{count} candidates, seed {seed}; {1 / drawn.seconds:.1f} estimates per second and core')
   for name, error in drawn.failed:
     log(f'not compiled: {name}: {error}')
   return drawn
@@ -248,7 +248,7 @@ def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) 
   if arguments.only in (None, 'sample') and TARGET in available:
     drawn = sample_of_model(arguments.sample, seed)
     pairs = drawn.pairs
-    collected += sample_figures(pairs, drawn.rate)
+    collected += sample_figures(pairs, 1 / drawn.seconds)
     tables.append(sample_table(pairs, seed))
     details['sample'] = {'seed': seed, 'pairs': [pair.record() for pair in pairs]}
   if arguments.only in (None, 'fits') and TPU in available:

@@ -87,9 +87,8 @@ def figures(samples: Samples) -> list[Figure]:
   plain = [pair for pair in pairs if not pair.doubted]
   counted = sum(len(one.pairs) + len(one.failed) for one in samples.values())
   rated = [one for one in samples.values() if one.pairs]
-  number = sum(len(one.pairs) for one in rated)
-  rate = number / (sum(one.seconds for one in rated) or math.inf)
-  partitioned_rate = number / (sum(one.partitioned_seconds for one in rated) or math.inf)
+  rate = len(rated) / (sum(one.seconds for one in rated) or math.inf)
+  partitioned_rate = len(rated) / (sum(one.partitioned_seconds for one in rated) or math.inf)
   wrong, verdicts = _verdicts(samples)
   tops = [[regret(one.pairs, top) for one in rated if len(one.pairs) > top] for top in (1, 3)]
   label = 'strangers, not in doubt'
@@ -167,7 +166,7 @@ def by_model(samples: Samples) -> Table:
     failed = sum(len(one.failed) for one in mine.values())
     parts = [f'{_median(plain, part):.1f}, {_high(plain, part):.1f}' for part in ('wire', 'memory')]
     regrets = [regret(one.pairs, 1) for one in mine.values() if len(one.pairs) > 1]
-    seconds = sum(one.seconds for one in mine.values() if one.pairs)
+    seconds = [one.seconds for one in mine.values() if one.pairs]
     row = [
       model,
       *parts,
@@ -177,7 +176,7 @@ def by_model(samples: Samples) -> Table:
       f'{len(pairs) - len(plain)} of {len(pairs)}',
       str(failed or ''),
       f'{max(regrets, default=math.nan):.1f}',
-      f'{len(pairs) / seconds if seconds else 0:.0f}',
+      f'{len(seconds) / sum(seconds) if seconds else 0:.0f}',
     ]
     rows.append([cell.replace('nan, nan', '-').replace('nan', '-') for cell in row])
   head = ['model', 'wire: median, 95 %', 'memory', 'furthest below', 'FLOPs', 'time', 'in doubt']
