@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.grouped_kernels import (
+  COMPUTE_BY_DEVICE,
   COVER_THE_MESH,
   GROUPED_SUMS,
   KEEP_GROUPS,
+  MOVED_GROUPS,
   SHARDED_GROUPS,
   grouped_sums,
   has_groups,
+  moved_groups,
   sharded_groups,
 )
 from flax_spmd._src.jit.reused_axes import REUSED_AXES, SUM_FIRST, has_products, reused_axes
@@ -53,7 +56,8 @@ def doubtful_operations(
   """
   windows = SHARDED_WINDOWS not in known and has_windows(jaxpr, mesh)
   products = REUSED_AXES not in known and has_products(jaxpr, mesh)
-  groups = (GROUPED_SUMS not in known or SHARDED_GROUPS not in known) and has_groups(jaxpr)
+  grouped = {GROUPED_SUMS, SHARDED_GROUPS, MOVED_GROUPS}
+  groups = any(reason not in known for reason in grouped) and has_groups(jaxpr)
   if not (windows or products or groups):
     return []
   programs = [compat.propagated_operations(lowered, axis_sizes(mesh)) for lowered in lower()]
@@ -62,6 +66,7 @@ def doubtful_operations(
   if groups:
     found.append(DoubtfulOperations(GROUPED_SUMS, grouped_sums(convolutions, mesh.size), COVER_THE_MESH))
     found.append(DoubtfulOperations(SHARDED_GROUPS, sharded_groups(convolutions), KEEP_GROUPS))
+    found.append(DoubtfulOperations(MOVED_GROUPS, moved_groups(convolutions), COMPUTE_BY_DEVICE))
   if windows:
     lines = sharded_windows(convolutions, mesh.size)
     found.append(DoubtfulOperations(SHARDED_WINDOWS, lines, KEEP_WHOLE))

@@ -5,6 +5,13 @@
 XLA's partitioner adds up the gradient of the kernel over all devices, copies included, so it is a multiple of its value,
 with plain `jax.jit` too. An optimizer such as Adam hides the factor. Features that are sharded too, so that no device has
 a copy, are safe.
+
+    jax.vmap(jax.grad(loss), (None, 0))(kernel, images)    # a gradient for each example
+
+The gradient of a kernel by example is a depthwise convolution: each example is a group, of one input feature. XLA shards
+its result as its input, dimension by dimension. Where the features are another dimension of the result than of the input,
+as in NHWC, the values are wrong. So they are with groups of several features, where the window is of size 1 or covers the
+whole input, as with the kernel of a 1 x 1 convolution.
 """
 
 from __future__ import annotations
@@ -29,6 +36,14 @@ SHARDED_GROUPS = 'XLA may return wrong values for these grouped convolutions, or
 KEEP_GROUPS = (
   'keep the features whole, by with_logical_constraint(x, (batch name, *[None] * (spatial dimensions + 1))) for the '
   'input and the result of the layer, and its kernel replicated.'
+)
+MOVED_GROUPS = (
+  'XLA may return wrong values for these grouped convolutions, whose sharded features are another dimension of the result '
+  'than of the input, such as gradients of kernels by example, jax.vmap(jax.grad(...))'
+)
+COMPUTE_BY_DEVICE = (
+  "compute them inside jax.shard_map(..., check_vma=False) over the batch's mesh axes, or with features before the "
+  'spatial dimensions (NCHW).'
 )
 
 
@@ -60,10 +75,17 @@ def sharded_groups(convolutions: Iterable[compat.Convolution]) -> list[str]:
   return list(dict.fromkeys(_line(each, *_features(each)) for each in found))
 
 
+def moved_groups(convolutions: Iterable[compat.Convolution]) -> list[str]:
+  """The grouped convolutions whose sharded features are elsewhere in the result, a line for each."""
+  found = (each for each in convolutions if _moves_groups(each))
+  return list(dict.fromkeys(_line(each, *_features(each)) for each in found))
+
+
 def _features(convolution: compat.Convolution) -> tuple[compat.ConvolutionArray, tuple[int, ...]]:
   """The first array of a convolution whose groups are sharded, and their dimension."""
   _, images, kernel, result, *_ = convolution
-  dims = ((result, result.feature), (kernel, kernel.other), (images, images.other))
+  of_images = images.other if convolution.batch_groups > 1 else images.feature
+  dims = ((result, result.feature), (kernel, kernel.other), (images, of_images))
   array, dim = next(each for each in dims if each[0].shards[each[1]] > 1)
   return array, (dim,)
 
@@ -92,12 +114,34 @@ def _splits_groups(convolution: compat.Convolution) -> bool:
   _, images, kernel, result, *_ = convolution
   groups = _groups(convolution)
   if groups == 1 or (convolution.batch_groups == 1 and images.feature != result.feature):
-    return False  # without groups, or for `warn_of_grouped_convolutions`
+    return False  # without groups, or one for `_moves_groups`
   if convolution.batch_groups > 1 and any(groups % each.shards[each.other] for each in (images, kernel)):
     return True
+  return _is_product(convolution) and result.shards[result.feature] > 1
+
+
+def _moves_groups(convolution: compat.Convolution) -> bool:
+  """Whether XLA may shard the groups of a result by a dimension of its input.
+
+  Of 387 random grouped convolutions and gradients by example, this rule names the 16 that XLA computed wrongly and the
+  other rules did not name, and 36 right ones.
+  """
+  _, images, kernel, result, *_ = convolution
+  if convolution.feature_groups == 1 or images.feature == result.feature:
+    return False
+  is_depthwise = kernel.shape[kernel.feature] == 1
+  is_sharded = (
+    images.shards[images.feature] > 1
+    or max(result.shards[result.feature], kernel.shards[kernel.other]) > 1
+  )
+  return is_sharded and (is_depthwise or _is_product(convolution))
+
+
+def _is_product(convolution: compat.Convolution) -> bool:
+  """Whether each position of a result is a product: of one position of the kernel, or with the whole of it."""
+  _, _, kernel, result, *_ = convolution
   spatial = zip(kernel.spatial, result.spatial, strict=True)
-  is_product = all(1 in (kernel.shape[over], result.shape[to]) for over, to in spatial)
-  return is_product and result.shards[result.feature] > 1
+  return all(1 in (kernel.shape[over], result.shape[to]) for over, to in spatial)
 
 
 def _groups(convolution: compat.Convolution) -> int:

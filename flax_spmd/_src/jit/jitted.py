@@ -38,7 +38,6 @@ from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
 from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import check_meshes
-from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.planned_traces import (
   JitProgram,
@@ -467,7 +466,6 @@ class Jitted(UnderLayout, Generic[P, Result]):
         traced = self._traced.trace(anchored, args, kwargs)
       result = traced.out_info
       check_meshes(traced.jaxpr, self._mesh)
-      warn_of_grouped_convolutions(self._name, traced.jaxpr, self._mesh, self.reported)
       constrained = results_of_constrained_shapes(traced.jaxpr)
       keeps_host = self.in_force.rules.uses_host
       results = tuple(

@@ -38,7 +38,6 @@ from flax_spmd._src.jit.constrained_results import (
 )
 from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import STAGES_MESH, check_meshes
-from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
 from flax_spmd._src.jit.trace_scope import trace_scope
@@ -227,7 +226,6 @@ class Pipelined(UnderLayout, Generic[P, Result]):
         rewritten = with_batch_constraints(function, batch, abstract)
         jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
     check_meshes(jaxpr, abstract, STAGES_MESH)
-    warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
     planned = [
