@@ -66,6 +66,8 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
 
 from flax_spmd._src.context_values import assigned
+from flax_spmd._src.mlir.functions import main_of
+from flax_spmd._src.mlir.simplification import inline, order_by_operands, simplify
 
 ARRAY = array.ArrayImpl  # the type of concrete arrays
 
@@ -1262,11 +1264,20 @@ def required_results(lowered: Any, mesh: Mesh | AbstractMesh) -> list[PartitionS
 
 
 @contextlib.contextmanager
-def _propagated(lowered: Any) -> Iterator[tuple[Any, Any]]:
-  """The module of a lowered program, and a copy in which Shardy's propagation has sharded every value."""
+def _propagated(lowered: Any, simplified: bool = False) -> Iterator[tuple[Any, Any]]:
+  """The module of a lowered program, and a copy in which Shardy's propagation has sharded every value.
+
+  Args:
+    lowered: the program.
+    simplified: whether the copy is simplified before, as the compiler does it, which can change what is chosen.
+  """
   module = lowered.compiler_ir('stablehlo')
-  with module.context:
+  with module.context, ir.Location.unknown():
     copy = module.operation.clone()
+    if simplified:
+      inline(copy)
+      simplify(copy)
+      order_by_operands(main_of(copy).regions[0].blocks[0])
     passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
     yield module, copy
 
@@ -1403,7 +1414,7 @@ def propagated_operations(lowered: Any, sizes: Mapping[str, int]) -> PropagatedO
     sizes: size per mesh axis.
   """
   found = PropagatedOperations([], [])
-  with _propagated(lowered) as (_, copy):
+  with _propagated(lowered, simplified=True) as (_, copy):
     for op in _operations(copy):
       if op.name == 'stablehlo.convolution':
         found.convolutions.append(_propagated_convolution(op, sizes))

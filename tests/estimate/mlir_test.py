@@ -14,7 +14,8 @@ from jaxlib.mlir import ir
 import flax_spmd as spmd
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
-from flax_spmd._src.estimate.mlir.inline import (
+from flax_spmd._src.mlir.functions import main_of, walk
+from flax_spmd._src.mlir.simplification import (
   drop_copies,
   drop_selects,
   drop_uniform,
@@ -26,7 +27,6 @@ from flax_spmd._src.estimate.mlir.inline import (
   scatter_into_sums,
   transpose_products,
 )
-from flax_spmd._src.estimate.mlir.read_graph import main_of, walk
 from flax_spmd.errors import EstimatorError
 from flax_spmd.explore import Estimator, TrainStep, parse_target
 
@@ -61,7 +61,7 @@ def test_uniform_operands_are_dropped():
   assert text.count('stablehlo.multiply') == 2
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(text)
-    inline_all(module)
+    inline_all(module.operation)
     drop_uniform(module.operation)
     erase_dead(module.operation)
     left = str(module)
@@ -80,7 +80,7 @@ def test_selections_between_equal_constants_are_dropped(other, left, dtype):
   text = text.operation.get_asm(binary=False)
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(text)
-    inline_all(module)
+    inline_all(module.operation)
     drop_selects(module.operation)
     erase_dead(module.operation)
     assert str(module).count('stablehlo.select') == str(module).count('stablehlo.compare') == left
@@ -131,7 +131,7 @@ def test_an_estimate_of_a_step_whose_kernels_have_unused_results():
 
 
 def test_a_step_of_which_shardy_erases_operations(monkeypatch):
-  monkeypatch.setattr('flax_spmd._src.estimate.mlir.module.erase_dead', lambda module: None)
+  monkeypatch.setattr('flax_spmd._src.mlir.simplification.erase_dead', lambda module: None)
   text = dead_program().replace('func.func', 'module { func.func', 1) + '}'
   with mlir_context(), ir.Location.unknown():
     code = ir.Module.parse(text).operation.get_asm(binary=True)
@@ -158,7 +158,7 @@ def with_scatters_in_sums(lowered):
   """The text of a module, in which scatters that are added are onto the sum."""
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
-    inline_all(module)
+    inline_all(module.operation)
     drop_copies(module.operation)
     scatter_into_sums(module.operation)
     erase_dead(module.operation)
@@ -225,7 +225,7 @@ def test_a_transposed_product_has_its_operands_in_the_other_order(shapes, number
   lowered = jax.jit(function).lower(*map(jnp.ones, shapes))
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
-    inline_all(module)
+    inline_all(module.operation)
     transpose_products(module.operation)
     assert module.operation.verify()
     assert str(module).count('stablehlo.transpose') == left
@@ -239,7 +239,7 @@ def test_dimensions_of_size_1_are_reshaped_and_others_are_not():
   text = jax.jit(function).lower(jnp.ones((4, 4))).compiler_ir().operation.get_asm(binary=False)
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(text)
-    inline_all(module)
+    inline_all(module.operation)
     reshape_units(module.operation)
     left = str(module)
   # a transposing broadcast and the sum over four rows stay
@@ -256,7 +256,7 @@ def test_operations_come_after_their_operands_from_the_first_result_on():
   text = jax.jit(function).lower(jnp.ones(8)).compiler_ir().operation.get_asm(binary=False)
   with mlir_context(), ir.Location.unknown():
     module = ir.Module.parse(text)
-    inline_all(module)
+    inline_all(module.operation)
     order_by_operands(main_of(module.operation).regions[0].blocks[0])
     assert module.operation.verify()
     left = str(module)

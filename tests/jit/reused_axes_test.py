@@ -119,6 +119,45 @@ def test_no_wrong_product_is_silent(is_batched):
   assert wrong > 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'part', [0, *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range(1, 6))]
+)
+def test_no_wrong_gradient_of_a_recurrent_network_is_silent(part):
+  """XLA simplifies a loop before it propagates shardings, which decides how its cotangents are sharded."""
+  draw, wrong = random.Random(part), 0
+  inputs, kernel, weights = (
+    NUMBERS.normal(size=shape).astype(np.float32) for shape in ((8, 8, 16), (16, 16), (8, 16))
+  )
+
+  for _ in range(30):
+    outer, inner, other = draw.sample(['data', 'fsdp', 'tensor'], 3)
+    transposed = draw.random() < 0.5
+
+    def loss(kernel, inputs, transposed=transposed):
+      def cell(state, x):
+        return jnp.tanh(state @ (kernel.T if transposed else kernel) * 0.3 + x), None
+
+      return jnp.sum(jax.lax.scan(cell, inputs[0], inputs)[0] * weights)
+
+    of_kernel = P(*draw.sample([inner, draw.choice([other, None])], 2))
+    of_inputs = P(None, (outer, inner), draw.choice([other, None]))
+    gradients = jax.grad(loss, (0, 1))
+    arguments = [
+      jax.device_put(each, NamedSharding(LAYOUT.mesh, spec))
+      for each, spec in ((kernel, of_kernel), (inputs, of_inputs))
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter('always')
+      found = LAYOUT.jit(gradients)(*arguments)
+    right = jax.jit(gradients)(kernel, inputs)
+    if not all(np.allclose(one, two, rtol=1e-3, atol=1e-3) for one, two in zip(found, right)):
+      wrong += 1
+      texts = [str(one.message) for one in caught]
+      assert any('rows of other devices' in text for text in texts), (of_kernel, of_inputs, transposed)
+  assert wrong > 2
+
+
 def train_step():
   """A step with a product that XLA computes wrongly under `RULES`."""
 

@@ -19,7 +19,6 @@ Axes: TypeAlias = tuple[str, ...]
 Spec: TypeAlias = tuple[Axes, ...]
 
 PRODUCTS = ('dot_general', 'convolution')
-WITH_BLOCKS = ('while', 'case', 'if')  # kinds of operations
 
 _BITS = re.compile(r'[a-z]+(\d+)')
 

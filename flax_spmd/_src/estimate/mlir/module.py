@@ -19,23 +19,7 @@ from jaxlib.mlir import ir, passmanager
 
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
-from flax_spmd._src.estimate.mlir.equal import number_equal
-from flax_spmd._src.estimate.mlir.inline import (
-  add_scan_rules,
-  drop_copies,
-  drop_selects,
-  drop_uniform,
-  erase_dead,
-  inline_all,
-  inline_single_iterations,
-  merge_unary,
-  order_by_operands,
-  replace_chlo,
-  reshape_units,
-  scatter_into_sums,
-  transpose_products,
-)
-from flax_spmd._src.estimate.mlir.read_graph import GraphReader, main_of, walk
+from flax_spmd._src.estimate.mlir.read_graph import GraphReader
 from flax_spmd._src.estimate.mlir.shardings import (
   LogicalSharding,
   Resolve,
@@ -51,6 +35,9 @@ from flax_spmd._src.estimate.mlir.single_operation import (
   bytecode,
   reshard_program,
 )
+from flax_spmd._src.mlir.equal import number_equal
+from flax_spmd._src.mlir.functions import main_of, walk
+from flax_spmd._src.mlir.simplification import inline, merge_unary, order_by_operands, simplify
 from flax_spmd.errors import EstimatorError
 
 _PREPARE = (
@@ -90,18 +77,9 @@ class PreparedModule:
     self._context = mlir_context()
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
-      inline_all(self._module)
-      inline_single_iterations(self._module.operation)
-      drop_copies(self._module.operation)
+      inline(self._module.operation)
       number_equal(main_of(self._module.operation))
-      replace_chlo(self._module.operation)
-      add_scan_rules(self._module.operation)
-      drop_uniform(self._module.operation)
-      drop_selects(self._module.operation)
-      scatter_into_sums(self._module.operation)
-      transpose_products(self._module.operation)
-      erase_dead(self._module.operation)
-      reshape_units(self._module.operation)
+      simplify(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
       self._propagation = passmanager.PassManager.parse(_PROPAGATE)
       self._propagation.enable_verifier(False)  # it takes a sixth of the time

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
 
 from flax_spmd._src.compat import kernel_text
-from flax_spmd._src.estimate.graph import WITH_BLOCKS, Block, Graph, GraphValue, Op
-from flax_spmd._src.estimate.mlir.equal import pop_number
+from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
+from flax_spmd._src.mlir.equal import pop_number
+from flax_spmd._src.mlir.functions import WITH_BLOCKS
 from flax_spmd._src.source_lines import line_of_location
 from flax_spmd.errors import EstimatorError
 
@@ -133,23 +133,3 @@ def _pairs(text: str) -> tuple[int, ...]:
 def _source(op: Any) -> str:
   """The user's source line of an operation, as compiled programs report it."""
   return line_of_location(str(op.location))
-
-
-def walk(op: Any) -> Iterator[Any]:
-  """All operations of a function in order, each before those in its regions, as in `GraphReader`."""
-  for region in op.regions:
-    for block in region.blocks:
-      for view in block.operations:
-        inner = view.operation
-        yield inner
-        if inner.name.partition('.')[2] in WITH_BLOCKS:
-          yield from walk(inner)
-
-
-def main_of(module: Any) -> Any:
-  """The function `main` of a module."""
-  return next(
-    view.operation
-    for view in module.regions[0].blocks[0].operations
-    if view.operation.name == 'func.func' and str(view.operation.attributes['sym_name']) == '"main"'
-  )

@@ -9,7 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from flax_spmd._src.estimate.graph import Axes, Spec
-from flax_spmd._src.estimate.mlir.read_graph import walk
+from flax_spmd._src.mlir.functions import walk
 
 # Mesh axes per dimension, as a constraint demands them; None leaves a dimension open.
 ConstraintSpec: TypeAlias = Sequence[Axes | None]

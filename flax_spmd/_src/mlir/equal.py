@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
-from flax_spmd._src.estimate.graph import WITH_BLOCKS
+from flax_spmd._src.mlir.functions import WITH_BLOCKS
 
 _EQUAL = 'equal'  # the attribute
 _KEPT_APART = (  # of which XLA computes each

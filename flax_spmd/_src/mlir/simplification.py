@@ -1,6 +1,7 @@
 """Inlining and simplification: a module without calls, and without operations that no sharding depends on.
 
-Each operation costs time in every propagation, so those that cannot matter are removed once.
+Each operation costs time in every propagation, so those that cannot matter are removed once. Where shardings meet that do
+not fit together, the first one wins; so what is simplified, and the order, are XLA's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
-from flax_spmd._src.estimate.mlir.equal import take_number
+from flax_spmd._src.mlir.equal import take_number
 
 # Elementwise operations on two arrays, in a dtype that can be negated.
 _BINARY = frozenset(
@@ -51,11 +52,30 @@ _EFFECTS = frozenset(f'stablehlo.{kind}' for kind in ('infeed', 'outfeed', 'recv
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
+def inline(module: Any) -> None:
+  """Inlines calls and loops that run once, and drops copies."""
+  inline_all(module)
+  inline_single_iterations(module)
+  drop_copies(module)
+
+
+def simplify(module: Any) -> None:
+  """Simplifies an inlined module."""
+  replace_chlo(module)
+  add_scan_rules(module)
+  drop_uniform(module)
+  drop_selects(module)
+  scatter_into_sums(module)
+  transpose_products(module)
+  erase_dead(module)
+  reshape_units(module)
+
+
 def inline_all(module: Any) -> None:
   """Inlines every call, and erases all functions but `main`."""
   functions = {
     str(view.operation.attributes['sym_name']).strip('"'): view.operation
-    for view in module.body.operations
+    for view in module.regions[0].blocks[0].operations
     if view.operation.name == 'func.func'
   }
   done: set[str] = set()

@@ -1,0 +1,1 @@
+"""Lowered programs as MLIR, as XLA simplifies them before it propagates shardings."""
