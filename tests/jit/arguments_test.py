@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
@@ -233,7 +233,8 @@ def placed_on_other_meshes(draw):
     st.sampled_from([('i', (8,)), ('data', (8,)), ('data i', (4, 2)), ('i data model', (2, 2, 2))])
   )
   devices = np.array(jax.devices())[:: draw(st.sampled_from([1, 1, 1, -1]))]
-  mesh = Mesh(devices.reshape(shape), names.split())
+  types = [draw(st.sampled_from([AxisType.Auto, AxisType.Auto, AxisType.Explicit]))] * len(shape)
+  mesh = Mesh(devices.reshape(shape), names.split(), axis_types=tuple(types))
   dims = {axis: draw(st.integers(0, 2)) for axis in mesh.axis_names}  # 2: over none
   return NamedSharding(mesh, P(*(tuple(axis for axis in dims if dims[axis] == dim) for dim in range(2))))
 
@@ -257,6 +258,21 @@ def test_arrays_on_other_meshes_are_computed_or_named(of_weights, of_batch):
   else:
     np.testing.assert_array_equal(new['w'], w + 1)
     np.testing.assert_allclose(total, (x @ w).sum())
+
+
+def test_arrays_of_types_on_another_mesh():
+  """`jax.make_mesh` makes Explicit axes by default."""
+  layout, mesh = (
+    spmd.Layout({'data': 8}),
+    Mesh(np.array(jax.devices()), ('i',), axis_types=(AxisType.Explicit,)),
+  )
+  x = jax.device_put(np.ones(8, 'float32'), NamedSharding(mesh, P('i')))
+  step = layout.jit(lambda state: {'x': state['x'] + 1})
+  for call in (step, step.explain, step.lower):
+    assert text_of(errors.LayoutError, call, {'x': x}) == dedent("""\
+      argument state/x is on the mesh {'i': 8} of Explicit axes, but the layout is on {'data': 8} of Auto axes.
+      Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
+  np.testing.assert_array_equal(step(layout.shard({'x': x}))['x'], x + 1)
 
 
 def test_arrays_on_the_same_devices_in_another_order():
