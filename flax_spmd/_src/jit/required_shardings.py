@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,23 +102,24 @@ def _abstract(leaves: Sequence[tuple[str, Any]]) -> list[Problem]:
 
 def _on_other_devices(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:
   """The arrays on devices other than those of a mesh, or on the same devices in another order."""
-  fix = 'transfer it with layout.shard, or with reshard of the layout that it is stored by.'
+  if not isinstance(mesh, Mesh):
+    return []
+  wanted = [device.id for device in mesh.devices.flat]
   problems = []
-  for path, leaf in leaves if isinstance(mesh, Mesh) else ():
-    wanted, ids = ([device.id for device in devices] for devices in (mesh.devices.flat, _devices(leaf)))
+  for path, leaf in leaves:
+    own = getattr(leaf.sharding, 'mesh', None)
+    ids = [
+      device.id for device in (own.devices.flat if isinstance(own, Mesh) else leaf.sharding.device_set)
+    ]
+    text = None
     if leaf.committed and sorted(ids) != sorted(wanted):
       text = f'{path} is on devices {sorted(ids)}, but the layout is on {sorted(wanted)}.'
-      problems.append(Problem(text, fix))
-    elif isinstance(leaf.sharding, NamedSharding) and ids != wanted:
+    elif isinstance(own, Mesh) and ids != wanted:
       text = f'{path} is on devices in the order {ids}, but the layout has the order {wanted}.'
+    if text is not None:
+      fix = 'transfer it with layout.shard, or with reshard of the layout that it is stored by.'
       problems.append(Problem(text, fix))
   return problems
-
-
-def _devices(leaf: jax.Array) -> Iterable[jax.Device]:
-  """The devices of an array; in the order of its mesh, if it has one."""
-  mesh = getattr(leaf.sharding, 'mesh', None)
-  return mesh.devices.flat if isinstance(mesh, Mesh) else leaf.sharding.device_set
 
 
 def _on_other_meshes(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:
