@@ -999,7 +999,7 @@ def test_a_state_on_another_mesh_than_the_batch_of_the_compiler():
   jitted, x = new.jit(step), jnp.ones((8, 8))
   assert text_of(errors.LayoutError, jitted, state, x) == dedent("""\
     argument state/w/value is on the mesh {'data': 8}, but the layout is on {'data': 2, 'model': 4}.
-    Fix: transfer it with reshard of the layout that it is stored by: old.reshard(state, new).""")
+    Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
   assert jitted(old.reshard(state, new), x)[1] == 1024
 
 

@@ -1367,7 +1367,7 @@ class Convolution(NamedTuple):
 
 
 class ProductArray(NamedTuple):
-  """An operand or the result of a product.
+  """An operand or the result of a product or a padding.
 
   Attributes:
     shape: its shape.
@@ -1399,27 +1399,47 @@ class PropagatedProduct(NamedTuple):
   sources: tuple[tuple[int | None, int | None], ...]
 
 
+class PropagatedPad(NamedTuple):
+  """A padding in a lowered program.
+
+  Attributes:
+    location: the text of its MLIR location.
+    operand, result: its arrays, sharded as Shardy's propagation chooses.
+    interior: elements between two of the operand, per dimension.
+  """
+
+  location: str
+  operand: ProductArray
+  result: ProductArray
+  interior: tuple[int, ...]
+
+
 class PropagatedOperations(NamedTuple):
   """The operations of a lowered program that XLA may compute wrongly."""
 
   convolutions: list[Convolution]
   products: list[PropagatedProduct]
+  pads: list[PropagatedPad]
 
 
 def propagated_operations(lowered: Any, sizes: Mapping[str, int]) -> PropagatedOperations:
-  """The convolutions and the products of a lowered program, without those of `shard_map`.
+  """The convolutions, products and paddings of a lowered program, without those of `shard_map`.
 
   Args:
     lowered: the program.
     sizes: size per mesh axis.
   """
-  found = PropagatedOperations([], [])
+  found = PropagatedOperations([], [], [])
   with _propagated(lowered, simplified=True) as (_, copy):
     for op in _operations(copy):
       if op.name == 'stablehlo.convolution':
         found.convolutions.append(_propagated_convolution(op, sizes))
       elif op.name == 'stablehlo.dot_general':
         found.products.append(_propagated_product(op, sizes))
+      elif op.name == 'stablehlo.pad':
+        interior = (*ir.DenseI64ArrayAttr(op.attributes['interior_padding']),)
+        operand, result = (_product_array(value, sizes) for value in (op.operands[0], op.results[0]))
+        found.pads.append(PropagatedPad(str(op.location), operand, result, interior))
   return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flax_spmd.cli.devices import emulate
+from flax_spmd.cli.devices import emulate, on_cpus
 
 if TYPE_CHECKING:
   from flax_spmd._src.checkpoint.inspection import CheckpointSummary
@@ -141,6 +141,7 @@ def _show(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
   from flax_spmd.checkpoint import diff
 
+  on_cpus()
   lines = diff(options.one, options.other)
   print('\n'.join(lines) or 'The checkpoints are equal.')
   return 1 if lines else 0
@@ -149,6 +150,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
   from flax_spmd.checkpoint import show, verify
 
+  on_cpus()
   damaged = verify(options.path)
   if damaged:
     print('\n'.join([f'{options.path} is damaged:', *damaged]))
@@ -169,6 +171,7 @@ def _convert(options: argparse.Namespace) -> int:
   )
   layout = _layout(options.layout)
   size = _mesh_size(options, layout)
+  on_cpus()
   emulate(size if size <= _EMULATED else 1)
   convert(
     options.path,

@@ -1,10 +1,16 @@
-"""Devices of a command: the available accelerators, or emulated ones."""
+"""Devices of a command: CPUs, emulated where several are needed, so that accelerators are left to a training run."""
 
 from __future__ import annotations
 
 import os
 
 import jax
+
+
+def on_cpus() -> None:
+  """Uses CPUs only, unless the variable `JAX_PLATFORMS` is set. JAX has read it by the time that a command starts."""
+  if not jax.config.jax_platforms:
+    jax.config.update('jax_platforms', 'cpu')
 
 
 def emulate(count: int) -> None:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flax_spmd.cli.devices import emulate
+from flax_spmd.cli.devices import emulate, on_cpus
 from flax_spmd.errors import FlaxSpmdError, MeshError, RulesError
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def size(text: str) -> int:
 
 def model_of(reference: tuple[str, str]) -> TrainStepLike:
   """The user's training step, or one that a function returns; the function if it takes the layout."""
+  on_cpus()
   emulate(8)
-  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   sys.path.insert(0, os.getcwd())
   name = ':'.join(reference)
   try:
@@ -173,7 +173,7 @@ def _has_an_argument(function: Any) -> bool:
 
 def _train_step(subject: str, result: Any) -> TrainStep:
   """A user's training step, of its fields or as it is; `subject` begins each error, as in 'train:step returned'."""
-  from flax_spmd._src.compare.train_step import TrainStep
+  from flax_spmd._src.compare.train_step import TrainStep, check_train_step
 
   if not (isinstance(result, tuple) and 3 <= len(result) <= len(TrainStep._fields)):
     raise FlaxSpmdError(
@@ -191,6 +191,10 @@ def _train_step(subject: str, result: Any) -> TrainStep:
       f'{subject} a training step whose {" and ".join(wrong)}, not a function.\n'
       'Fix: return (step, create, batch), where create() returns the state, and step(state, batch) the next one.'
     )
+  try:
+    check_train_step(found, 'compare')
+  except TypeError as error:
+    raise FlaxSpmdError(f'{subject} a training step that cannot be called.\n{error}') from error
   return found
 
 

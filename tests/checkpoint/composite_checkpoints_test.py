@@ -311,3 +311,26 @@ def test_all_parts_are_damaged(written, tmp_path):
     errors.CheckpointDamagedError, match=r'because of _METADATA: .*\nFix: restore another'
   ):
     checkpoint.restore(tmp_path / 'a', state, changes=Changes(only='params'))
+
+
+def test_a_target_with_the_name_of_the_only_item(tmp_path):
+  """A single item with arrays is the tree itself."""
+  state, args = {'w': np.ones(4, np.float32), 'b': np.zeros(2, np.float32)}, v0.args
+  items = args.Composite(state=args.StandardSave(state), data=args.JsonSave({'position': 3}))
+  with v0.CheckpointManager(tmp_path / 'run') as manager:
+    manager.save(7, args=items)
+    manager.wait_until_finished()
+  path, target = (
+    tmp_path / 'run' / '7',
+    LAYOUT.abstract(lambda: {'state': jax.tree.map(jnp.asarray, state)}),
+  )
+  assert jax.tree.all(jax.tree.map(np.array_equal, checkpoint.restore(path, target['state']), state))
+  with pytest.raises(errors.CheckpointMismatchError) as error:
+    checkpoint.restore(path, target)
+  assert str(error.value) == dedent(f"""\
+    Checkpoint {path} does not match the target:
+    state/b: in the target (float32[2]), not in the checkpoint.
+    state/w: in the target (float32[4]), not in the checkpoint.
+    b: in the checkpoint (float32[2]), not in the target.
+    w: in the checkpoint (float32[4]), not in the target.
+    Fix: the checkpoint has no level 'state': restore the part of the target that is below it.""")

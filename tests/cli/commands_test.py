@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flax_spmd import cli
+import flax_spmd as spmd
+from flax_spmd import checkpoint, cli
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.run import layouts, run
 from flax_spmd.demo.text import batches, corpus, decode
@@ -76,6 +77,47 @@ def test_eight_devices_are_emulated_by_default():
     [sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True
   )
   assert done.stdout.strip() == '8'
+
+
+MODEL = """
+import jax
+import jax.numpy as jnp
+
+PLATFORMS = jax.config.jax_platforms
+
+def of_step():
+  return lambda state, x: (state, x.sum()), lambda: {'w': jnp.ones(8)}, jax.ShapeDtypeStruct((8,), jnp.float32)
+"""
+
+
+@pytest.fixture
+def no_platforms():
+  """JAX without `JAX_PLATFORMS`."""
+  before = jax.config.jax_platforms
+  jax.config.update('jax_platforms', None)
+  yield
+  jax.config.update('jax_platforms', before)
+
+
+@pytest.mark.usefixtures('no_platforms')
+def test_commands_leave_accelerators_to_training_runs(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  layout = spmd.Layout({'data': 8}, (('batch', 'data'),))
+  (tmp_path / 'layout.toml').write_text(layout.to_toml())
+  saved = [str(tmp_path / name) for name in ('one', 'other')]
+  for path in saved:
+    checkpoint.save(path, layout.shard({'w': np.ones(8)}), layout)
+  (tmp_path / 'model_on_cpus.py').write_text(MODEL)
+  for command in (
+    ['explain', 'model_on_cpus:of_step', str(tmp_path / 'layout.toml')],
+    ['checkpoint', 'diff', *saved],
+    ['checkpoint', 'verify', saved[0]],
+    ['checkpoint', 'convert', saved[0], str(tmp_path / 'new')],
+  ):
+    jax.config.update('jax_platforms', None)
+    assert cli.main(command) == 0
+    assert jax.config.jax_platforms == 'cpu', command
+  assert sys.modules['model_on_cpus'].PLATFORMS == 'cpu'  # before the model's own code
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ def of_layout(layout):
 
 def not_functions():
   return create(), 3, BATCH
+
+def create_of_key(key):
+  return create()
+
+def without_key():
+  return step, create_of_key, BATCH
 """
 
 
@@ -102,6 +108,19 @@ def test_parts_of_a_training_step_that_are_not_functions(run):
     2,
     'users_model:not_functions returned a training step whose step is dict and create is int, not a function.\n'
     'Fix: return (step, create, batch), where create() returns the state, and step(state, batch) the next one.\n',
+  )
+
+
+@pytest.mark.parametrize('command', [['explain'], ['compare', '--target', 'cpu:8']])
+def test_a_create_function_without_its_arguments(run, command):
+  name, *options = command
+  assert run(name, 'without_key', 'layout.toml', *options) == (
+    2,
+    dedent("""\
+      users_model:without_key returned a training step that cannot be called.
+      TrainStep calls create(*args), with 0 arguments, but create_of_key(key) takes other arguments.
+      Fix: pass its arguments, TrainStep(step, create, batch, args=(...)).
+      """),
   )
 
 

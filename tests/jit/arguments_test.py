@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
@@ -219,6 +222,68 @@ def test_an_array_on_other_devices_beside_a_static_object_raises_the_error_of_th
       step(x, jnp.tanh)
     errors_of_calls.append(str(error.value))
   assert errors_of_calls[0] == errors_of_calls[1]
+
+
+@st.composite
+def placed_on_other_meshes(draw):
+  """An array's place: None, or a sharding over some axes of a mesh of all devices in some order."""
+  if draw(st.booleans()):
+    return None
+  names, shape = draw(
+    st.sampled_from([('i', (8,)), ('data', (8,)), ('data i', (4, 2)), ('i data model', (2, 2, 2))])
+  )
+  devices = np.array(jax.devices())[:: draw(st.sampled_from([1, 1, 1, -1]))]
+  types = [draw(st.sampled_from([AxisType.Auto, AxisType.Auto, AxisType.Explicit]))] * len(shape)
+  mesh = Mesh(devices.reshape(shape), names.split(), axis_types=tuple(types))
+  dims = {axis: draw(st.integers(0, 2)) for axis in mesh.axis_names}  # 2: over none
+  return NamedSharding(mesh, P(*(tuple(axis for axis in dims if dims[axis] == dim) for dim in range(2))))
+
+
+@settings(max_examples=30, deadline=None)
+@given(placed_on_other_meshes(), placed_on_other_meshes())
+def test_arrays_on_other_meshes_are_computed_or_named(of_weights, of_batch):
+  """On the same devices JAX computes with them, unless it cannot describe the shardings of the results."""
+  layout = spmd.Layout({'data': 4, 'model': 2}, (('batch', 'data'),))
+  w, x = np.arange(64.0, dtype='float32').reshape(8, 8), np.ones((16, 8), 'float32')
+  state = {'w': w if of_weights is None else jax.device_put(w, of_weights)}
+  batch = x if of_batch is None else jax.device_put(x, of_batch)
+
+  def step(state, batch):
+    return jax.tree.map(lambda w: w + 1, state), (batch @ state['w']).sum()
+
+  try:
+    new, total = layout.jit(step)(state, batch)
+  except errors.LayoutError as error:
+    assert ' is on the mesh {' in str(error) or ' is on devices in the order [' in str(error)
+  else:
+    np.testing.assert_array_equal(new['w'], w + 1)
+    np.testing.assert_allclose(total, (x @ w).sum())
+
+
+def test_arrays_of_types_on_another_mesh():
+  """`jax.make_mesh` makes Explicit axes by default."""
+  layout, mesh = (
+    spmd.Layout({'data': 8}),
+    Mesh(np.array(jax.devices()), ('i',), axis_types=(AxisType.Explicit,)),
+  )
+  x = jax.device_put(np.ones(8, 'float32'), NamedSharding(mesh, P('i')))
+  step = layout.jit(lambda state: {'x': state['x'] + 1})
+  for call in (step, step.explain, step.lower):
+    assert text_of(errors.LayoutError, call, {'x': x}) == dedent("""\
+      argument state/x is on the mesh {'i': 8} of Explicit axes, but the layout is on {'data': 8} of Auto axes.
+      Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
+  np.testing.assert_array_equal(step(layout.shard({'x': x}))['x'], x + 1)
+
+
+def test_arrays_on_the_same_devices_in_another_order():
+  layout, turned = spmd.Layout({'data': 8}), Mesh(np.array(jax.devices()[::-1]), ('data',))
+  x = jax.device_put(np.ones(8), NamedSharding(turned, P('data')))
+  assert text_of(
+    errors.LayoutError, layout.jit(lambda x, y: x + y), x, layout.shard(np.ones(8))
+  ) == dedent("""\
+    argument x is on devices in the order [7, 6, 5, 4, 3, 2, 1, 0], but the layout has the order [0, 1, 2, 3, 4, 5, 6, 7].
+    Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
+  np.testing.assert_array_equal(layout.shard(x), np.ones(8))
 
 
 def test_new_shardings_after_jax_has_cleared_its_caches():

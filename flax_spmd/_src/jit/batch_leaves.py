@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.constrained_results import has_constraints, is_constrained_over
@@ -192,13 +192,23 @@ def argument_arrays(
       ArgumentArray(
         position + offset,
         shape,
-        placed_sharding(leaf, mesh),
+        _over_axes_of(placed_sharding(leaf, mesh), mesh),
         is_raw_key(shape, getattr(leaf, 'dtype', None)),
       )
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
     yield sorted(each, key=lambda leaf: not leaf.shape or leaf.is_key)
+
+
+def _over_axes_of(sharding: NamedSharding | None, mesh: MeshLike) -> NamedSharding | None:
+  """A sharding over axes of a mesh. An array on the same devices may be on another mesh, whose axes are none of this one."""
+  if (
+    sharding is None
+    or {axis for entry in sharding.spec for axis in axis_names(entry)} <= axis_sizes(mesh).keys()
+  ):
+    return sharding
+  return NamedSharding(mesh, PartitionSpec())
 
 
 def is_raw_key(shape: tuple[int, ...], dtype: Any) -> bool:

@@ -18,6 +18,12 @@ from flax_spmd._src.jit.grouped_kernels import (
   moved_groups,
   sharded_groups,
 )
+from flax_spmd._src.jit.interior_pads import (
+  INTERIOR_PADS,
+  SHARD_ALIKE,
+  has_interior_pads,
+  interior_pads,
+)
 from flax_spmd._src.jit.reused_axes import REUSED_AXES, SUM_FIRST, has_products, reused_axes
 from flax_spmd._src.jit.sharded_windows import (
   KEEP_WHOLE,
@@ -58,7 +64,8 @@ def doubtful_operations(
   products = REUSED_AXES not in known and has_products(jaxpr, mesh)
   grouped = {GROUPED_SUMS, SHARDED_GROUPS, MOVED_GROUPS}
   groups = any(reason not in known for reason in grouped) and has_groups(jaxpr)
-  if not (windows or products or groups):
+  pads = INTERIOR_PADS not in known and has_interior_pads(jaxpr)
+  if not (windows or products or groups or pads):
     return []
   programs = [compat.propagated_operations(lowered, axis_sizes(mesh)) for lowered in lower()]
   convolutions = [one for each in programs for one in each.convolutions]
@@ -73,6 +80,9 @@ def doubtful_operations(
   if products:
     lines = reused_axes(one for each in programs for one in each.products)
     found.append(DoubtfulOperations(REUSED_AXES, lines, SUM_FIRST))
+  if pads:
+    lines = interior_pads(one for each in programs for one in each.pads)
+    found.append(DoubtfulOperations(INTERIOR_PADS, lines, SHARD_ALIKE))
   return [each for each in found if each.lines and each.reason not in known]
 
 

@@ -233,7 +233,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
       return self._modular.call('explain', args, kwargs)
     if self._plan_inputs is not None:
       args, kwargs = self._arguments.by_position(args, kwargs)
-    with record_constraints() as constraints:
+    explained = explained_arguments(self._arguments, args, kwargs, self._mesh)
+    with explained, record_constraints() as constraints:
       anew = self._anew()
       result = anew.eval_shape(*args, **kwargs)
       compiled = anew.lower(*args, **kwargs).compile()

@@ -78,7 +78,7 @@ def explained_arguments(arguments: Arguments, args: Any, kwargs: Any, mesh: Mesh
       if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     ]
     problems = _on_other_devices(leaves, mesh) if 'incompatible devices' in text else []
-    if 'is incompatible with mesh_shape' in text:
+    if 'is incompatible with mesh_shape' in text or 'context mesh' in text.lower():
       problems += _on_other_meshes(leaves, mesh)
     if 'has been deleted' in text:
       problems += [problem for path, leaf in leaves if (problem := unusable(path, leaf))]
@@ -101,28 +101,52 @@ def _abstract(leaves: Sequence[tuple[str, Any]]) -> list[Problem]:
 
 
 def _on_other_devices(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:
-  devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-  return [
-    Problem(
-      f'{path} is on devices {sorted(each.id for each in leaf.sharding.device_set)}, '
-      f'but the layout is on {sorted(each.id for each in devices)}.',
-      'transfer it with layout.shard, or with reshard of the layout that it is stored by.',
-    )
-    for path, leaf in leaves
-    if devices and leaf.committed and leaf.sharding.device_set != devices
-  ]
+  """The arrays on devices other than those of a mesh, or on the same devices in another order."""
+  if not isinstance(mesh, Mesh):
+    return []
+  wanted = [device.id for device in mesh.devices.flat]
+  problems = []
+  for path, leaf in leaves:
+    own = getattr(leaf.sharding, 'mesh', None)
+    ids = [
+      device.id for device in (own.devices.flat if isinstance(own, Mesh) else leaf.sharding.device_set)
+    ]
+    text = None
+    if leaf.committed and sorted(ids) != sorted(wanted):
+      text = f'{path} is on devices {sorted(ids)}, but the layout is on {sorted(wanted)}.'
+    elif isinstance(own, Mesh) and ids != wanted:
+      text = f'{path} is on devices in the order {ids}, but the layout has the order {wanted}.'
+    if text is not None:
+      fix = 'transfer it with layout.shard, or with reshard of the layout that it is stored by.'
+      problems.append(Problem(text, fix))
+  return problems
 
 
 def _on_other_meshes(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:
-  """The arrays whose mesh JAX cannot describe the program's shardings on."""
+  """The arrays whose mesh JAX cannot describe the program's shardings on, or whose types have shardings on another mesh."""
+  others = [
+    (path, leaf.sharding.mesh)
+    for path, leaf in leaves
+    if isinstance(leaf.sharding, NamedSharding) and _form(leaf.sharding.mesh) != _form(mesh)
+  ]
   return [
     Problem(
-      f'{path} is on the mesh {describe(leaf.sharding.mesh)}, but the layout is on {describe(mesh)}.',
-      'transfer it with reshard of the layout that it is stored by: old.reshard(state, new).',
+      f'{path} is on the mesh {_described(other, mesh)}, but the layout is on {_described(mesh, other)}.',
+      'transfer it with layout.shard, or with reshard of the layout that it is stored by.',
     )
-    for path, leaf in leaves
-    if isinstance(leaf.sharding, NamedSharding) and axis_sizes(leaf.sharding.mesh) != axis_sizes(mesh)
+    for path, other in others
   ]
+
+
+def _form(mesh: MeshLike) -> Any:
+  return axis_sizes(mesh), mesh.axis_types
+
+
+def _described(mesh: MeshLike, other: MeshLike) -> str:
+  """`{'data': 8}`, and the types of its axes if they are others than in another mesh."""
+  types = sorted({axis_type.name for axis_type in mesh.axis_types})
+  alike = {*mesh.axis_types} == {*other.axis_types}
+  return describe(mesh) if alike else f'{describe(mesh)} of {" and ".join(types)} axes'
 
 
 def _texts(one: Any, other: Any) -> tuple[str, str]:

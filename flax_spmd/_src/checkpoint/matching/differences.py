@@ -55,6 +55,7 @@ def differences(saved: Side, target: Side, matched: Matched, changes: Changes) -
   unused = [path for path in matched.unused if not may_be_unused(changes, path)]
   fix = (
     _root_fix(missing, unused, saved)
+    or _level_fix(missing, saved, target)
     or _box_fix(missing, saved)
     or _tree_fix(missing, unused, saved, target, changes)
   )
@@ -136,6 +137,23 @@ def _root_fix(missing: Sequence[str], unused: Sequence[str], saved: Side) -> str
     if root != path and root.endswith('/') and all(root + other in saved.leaves for other in missing):
       return f'the target is a part of the saved state: pass Changes(only={root.rstrip("/")!r}).'
   return None
+
+
+def _level_fix(missing: Sequence[str], saved: Side, target: Side) -> str | None:
+  """The fix if the target has one key above the saved tree, such as the name of an item of Orbax."""
+  key, *others = {path.partition('/')[0] for path in target.leaves} or ['']
+  below = {path.partition('/')[2] for path in missing}
+  if (
+    others
+    or len(missing) < len(target.leaves)
+    or not below <= {path.removesuffix('/value') for path in saved.leaves}
+  ):
+    return None
+  return (
+    f'the checkpoint has no level {key!r}: restore the part of the target that is below it.'
+    if below
+    else None
+  )
 
 
 def _box_fix(missing: Sequence[str], saved: Side) -> str | None:
