@@ -182,13 +182,14 @@ _LARGE_LITERAL = 16  # elements
 
 
 def traced(
-  fn: Callable[..., Any], *inputs: Atom, known: dict[Any, Any] | None = None
+  fn: Callable[..., Any], *inputs: Atom, opens: bool = True, known: dict[Any, Any] | None = None
 ) -> tuple[list[Equation], list[Value]]:
   """The equations of a function of arrays, and its results.
 
   Args:
     fn: the function.
     *inputs: its arguments.
+    opens: whether to inline its calls.
     known: a cache of traces, one per function and input types. The function's closure and JAX's settings
       must not change while it is in use.
   """
@@ -196,7 +197,7 @@ def traced(
   known = {} if known is None else known
   if (fn, avals) not in known:
     known[fn, avals] = jax.make_jaxpr(fn)(*avals)
-  return flatten(known[fn, avals], inputs, lambda _: True)
+  return flatten(known[fn, avals], inputs, lambda _: opens)
 
 
 def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equation], dict[Value, Atom]]:
