@@ -1,5 +1,7 @@
 """Results of a stage that the compiler shards otherwise than Shardy alone; other ranks rely on the sharding."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,7 +187,7 @@ def test_shardings_of_a_call_that_is_opened():
 
   weights, batch = [normal(2, 8, 8), normal(3, 8, 8)], X.reshape(3, 8, 8)
   pipelined = layout.pipeline_jit(step)
-  found = pipelined(weights, batch)
+  found: Any = pipelined(weights, batch)
   assert [one.sharding.spec for one in found] == [PartitionSpec(None, 'data')] * 2
   assert_same(found, jax.jit(step)(weights, batch), 1e-4)
   tasks = pipelined.lower(weights, batch).programs.tasks
