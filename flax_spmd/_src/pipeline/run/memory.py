@@ -14,10 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_spmd._src.pipeline.cut.equations import Value
-from flax_spmd._src.pipeline.run.call_list import Call, StageProgram
+from flax_spmd._src.pipeline.run.call_list import Buffer, Call, StageProgram
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import PipelineError
+
+
+def sizes(stages: LoweredStages) -> dict[Buffer, int]:
+  """The bytes of each buffer on one device."""
+  shard_bytes = functools.cache(_shard_bytes)
+  return {
+    buffer: shard_bytes(stages.sharding(buffer), buffer.value) for buffer in stages.call_list.last_use
+  }
 
 
 def peaks(stages: LoweredStages, temporaries: Mapping[StageProgram, int]) -> tuple[list[int], list[int]]:
@@ -27,8 +35,7 @@ def peaks(stages: LoweredStages, temporaries: Mapping[StageProgram, int]) -> tup
     stages: the step, lowered.
     temporaries: bytes of temporary memory of each program, beside its arguments and results.
   """
-  call_list, shard_bytes = stages.call_list, functools.cache(_shard_bytes)
-  bytes_of = {each: shard_bytes(stages.sharding(each), each.value) for each in call_list.last_use}
+  call_list, bytes_of = stages.call_list, sizes(stages)
   alive = Counter[tuple[int, bool]]()  # by rank, and whether it is on the host
   for buffer in call_list.given:
     alive[buffer.memory] += bytes_of[buffer]
