@@ -77,6 +77,18 @@ def test_python_numbers_none_and_empty_states(tmp_path):
   assert jax.tree.structure(restored) == jax.tree.structure(tree)
 
 
+def test_weak_types_are_those_of_the_target(tmp_path):
+  """A train state counts its steps from a number of Python; a step that is compiled for it is not compiled again."""
+  layout = spmd.Layout({'data': 8})
+  sharded = layout.jit(lambda x: jnp.broadcast_to(x, 8), out_rules=P('data'))
+  state = {'step': layout.shard(jnp.asarray(3)), 'weak': sharded(0.5), 'strong': sharded(np.float32(2))}
+  checkpoint.save(tmp_path / 'a', state, layout)
+  for target in (state, jax.eval_shape(lambda: state)):
+    restored = checkpoint.restore(tmp_path / 'a', target)
+    assert [key for key, leaf in restored.items() if not leaf.weak_type] == ['strong']
+    assert_equal(restored, state)
+
+
 def test_a_python_number_is_restored_into_an_array_of_its_kind(tmp_path):
   layout = LAYOUTS['eight']()
   checkpoint.save(tmp_path / 'a', {'step': 3}, layout=layout)

@@ -105,6 +105,9 @@ def test_a_stage_on_the_mesh_of_all_ranks_is_refused():
   def doubled(x, mesh):
     return jax.shard_map(lambda x: 2 * x, in_specs=P('data'), out_specs=P('data'), **mesh)(x)
 
+  def jitted(x, mesh):
+    return jax.jit(lambda x: 2 * x, in_shardings=NamedSharding(mesh, P('data')))(x)
+
   def step_of(layer):
     def step(w, batch):
       def loss(w, x):
@@ -122,15 +125,17 @@ def test_a_stage_on_the_mesh_of_all_ranks_is_refused():
 
   text = (
     "The {} at foreign_meshes_test.py:N is on the mesh {{'stage': 2, 'data': 4}}; the mesh of a stage is "
-    "{{'stage': 1, 'data': 4}}.\nFix: give a constraint a PartitionSpec alone, and a shard_map no mesh, or "
-    'jax.sharding.get_abstract_mesh() of the time of the call: each stage is a program on a mesh of its own.'
+    "{{'stage': 1, 'data': 4}}.\nFix: give a constraint a PartitionSpec alone, a shard_map no mesh, and shardings of jit "
+    'the mesh of the time of the call, jax.sharding.get_abstract_mesh(): each stage is a program on a mesh of its own.'
   )
   assert text_of(lambda x: constrained(x, layout.mesh, 'data')) == text.format("constraint P('data',)")
   assert text_of(lambda x: doubled(x, {'mesh': layout.mesh})) == text.format('shard_map')
+  assert text_of(lambda x: jitted(x, layout.mesh)) == text.format("jit P('data',)")
   for layer, factor in (
     (lambda x: jax.lax.with_sharding_constraint(x, P('data')), 1),
     (lambda x: doubled(x, {}), 2),
     (lambda x: doubled(x, {'mesh': jax.sharding.get_abstract_mesh()}), 2),
+    (lambda x: jitted(x, jax.sharding.get_abstract_mesh()), 2),
   ):
     found = layout.pipeline_jit(step_of(layer))(w, batch)
     wanted = jax.jit(step_of(lambda x: factor * x))(w, batch)  # noqa: B023

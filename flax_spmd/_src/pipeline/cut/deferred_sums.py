@@ -363,13 +363,6 @@ def _is_inexact(atom: Atom) -> bool:
   return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
-def _traced_with_calls(
-  fn: Callable[..., Any], inputs: Sequence[Atom]
-) -> tuple[list[Equation], list[Value]]:
-  """The equations of a function of arrays, with calls as they are, and its results."""
-  return eq.flatten(jax.make_jaxpr(fn)(*map(eq.abstract, inputs)), inputs, lambda _: False)
-
-
 class _Parts:
   """Writes programs whose values have parts.
 
@@ -399,7 +392,7 @@ class _Parts:
       if not self._has_parts(one):
         equations.append(one)
       elif one in program.calls:
-        call, outputs = _traced_with_calls(self._call(one, program.calls[one]), one.inputs)
+        call, outputs = eq.traced(self._call(one, program.calls[one]), *one.inputs, opens=False)
         pairs = list(zip(one.outputs, outputs, strict=True))
         names |= {old: new for old, new in pairs if old in self._over}
         whole = {new: old for old, new in pairs if old not in self._over}
@@ -414,7 +407,7 @@ class _Parts:
       self._add_parts(program, known)
       return [known[value] for value in chosen]
 
-    new, outputs = _traced_with_calls(parts, [names.get(value, value) for value in read])
+    new, outputs = eq.traced(parts, *[names.get(value, value) for value in read], opens=False)
     names |= zip(chosen, outputs, strict=True)
     inputs, results = (
       [names.get(value, value) for value in each] for each in (program.inputs, program.results)

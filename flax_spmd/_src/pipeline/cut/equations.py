@@ -19,7 +19,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal, Primitive
+from jax.sharding import AxisType, NamedSharding
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.constrained_results import names_axes
@@ -152,8 +154,10 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
   for equation in inner.equations:
     arguments = read(equation.invars)
     if equation.primitive.name in compat.CALLS and opens(equation):
-      inside = next(compat.jaxprs_in(equation.params))
+      inside, params = next(compat.jaxprs_in(equation.params)), equation.params
+      arguments = _placed(arguments, params.get('in_shardings', ()), equations)
       outputs = _flatten(inside, arguments, opens, equations)
+      outputs = _placed(outputs, params.get('out_shardings', ()), equations)
     elif equation.primitive.name == 'reshard' and not names_axes(equation):
       outputs = arguments
     else:
@@ -173,6 +177,17 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
   return read(inner.outputs)
 
 
+def _placed(atoms: list[Atom], shardings: Iterable[Any], equations: list[Equation]) -> list[Atom]:
+  """The operands or results of a call that is inlined, constrained to the shardings that the user gave them."""
+  placed = atoms.copy()
+  for number, (atom, sharding) in enumerate(zip(atoms, shardings)):
+    is_chosen = isinstance(sharding, NamedSharding) and AxisType.Explicit not in sharding.mesh.axis_types
+    if is_chosen and isinstance(atom, Value):
+      constraint, [placed[number]] = traced(lambda x: lax.with_sharding_constraint(x, sharding), atom)  # noqa: B023
+      equations += constraint
+  return placed
+
+
 def _literal(literal: Literal) -> Atom:
   large = np.size(literal.val) > _LARGE_LITERAL  # a closed-over array
   return Constant(jnp.asarray(literal.val)) if large else literal
@@ -182,13 +197,14 @@ _LARGE_LITERAL = 16  # elements
 
 
 def traced(
-  fn: Callable[..., Any], *inputs: Atom, known: dict[Any, Any] | None = None
+  fn: Callable[..., Any], *inputs: Atom, opens: bool = True, known: dict[Any, Any] | None = None
 ) -> tuple[list[Equation], list[Value]]:
   """The equations of a function of arrays, and its results.
 
   Args:
     fn: the function.
     *inputs: its arguments.
+    opens: whether to inline its calls.
     known: a cache of traces, one per function and input types. The function's closure and JAX's settings
       must not change while it is in use.
   """
@@ -196,7 +212,7 @@ def traced(
   known = {} if known is None else known
   if (fn, avals) not in known:
     known[fn, avals] = jax.make_jaxpr(fn)(*avals)
-  return flatten(known[fn, avals], inputs, lambda _: True)
+  return flatten(known[fn, avals], inputs, lambda _: opens)
 
 
 def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equation], dict[Value, Atom]]:

@@ -80,8 +80,11 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
     parts[one.origin].append(one.final)
     rank_of[one.final] = stage_ranks[one.task[1]]
   for origin, whole in enumerate(loop.finals):
-    is_set = origin in parts
-    known[whole] = _total(parts[origin], after) if is_set else _unchanged(loop, body, origin)
+    if origin not in parts:
+      known[whole] = _unchanged(loop, body, origin)
+      continue
+    added, [known[whole]] = eq.traced(_total, *parts[origin], known=traces)
+    after += added
   outside: dict[Value, Value] = {}
   for value, stack in zip(body.kept, loop.stacks, strict=True):
     if value in producer:
@@ -108,13 +111,9 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   return JoinedStep(equations, bound, free, reduced, rank_of, indices, start, kept, stacks, results)
 
 
-def _total(parts: list[Value], equations: list[Equation]) -> Value:
+def _total(*parts: Any) -> Any:
   """The total of the sums of several stages."""
-  total = parts[0]
-  for part in parts[1:]:
-    added, [total] = eq.traced(lax.add, total, part)
-    equations += added
-  return total
+  return functools.reduce(lax.add, parts)
 
 
 def _unchanged(loop: Loop, body: Body, origin: int) -> Atom:

@@ -181,27 +181,26 @@ class CompiledPipeline:
       holders = [self._holders[number] for number in numbers]
       check_same_arguments(setting, [named[number] for number in numbers], holders)
 
-  def leaves(self, args, kwargs) -> list[Any] | None:
+  def leaves(self, args, kwargs, any_weak_type: bool = False) -> list[Any] | None:
     """The leaves of arguments; None if the pipeline was compiled for other ones."""
     if self._arguments.statics(args, kwargs) != self._request.static:
       return None
     leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
     if treedef != self._request.treedef:
       return None
-    fits = all(map(self._fits, range(len(leaves)), leaves))
+    fits = all(self._fits(number, leaf, any_weak_type) for number, leaf in enumerate(leaves))
     return leaves if fits else None
 
-  def _fits(self, number: int, leaf: Any) -> bool:
+  def _fits(self, number: int, leaf: Any, any_weak_type: bool) -> bool:
     """Whether a leaf has the shape, dtype and spec that the pipeline was compiled for."""
     aval = self._request.avals[number]
-    if not isinstance(leaf, jax.Array):
-      return aval_of(leaf) == aval and self._request.specs[number] == PartitionSpec()
-    if (
-      leaf.shape != aval.shape
-      or leaf.dtype != aval.dtype
-      or getattr(leaf, 'weak_type', False) != aval.weak_type
-    ):
+    given = leaf if isinstance(leaf, jax.Array) else aval_of(leaf)
+    if given.shape != aval.shape or given.dtype != aval.dtype:
       return False
+    if not any_weak_type and getattr(given, 'weak_type', False) != aval.weak_type:
+      return False
+    if not isinstance(leaf, jax.Array):
+      return self._request.specs[number] == PartitionSpec()
     if self._accepted[number] is leaf.sharding:
       return True
     same = self._spec_of(leaf) == self._request.specs[number]
@@ -217,7 +216,7 @@ class CompiledPipeline:
 
   def _checked(self, args, kwargs) -> list[Any]:
     args, kwargs = self._arguments.by_position(args, kwargs)
-    leaves = self.leaves(args, kwargs)
+    leaves = self.leaves(args, kwargs, any_weak_type=True)  # as a compiled function of JAX
     if leaves is None:
       raise PipelineError(
         f'This pipeline was compiled for other arguments:\n{self._differences(args, kwargs)}\n'
@@ -228,8 +227,9 @@ class CompiledPipeline:
   def _differences(self, args, kwargs) -> str:
     """The differences from the arguments that it was compiled for, one line per leaf."""
     request, dynamic = self._request, self._arguments.dynamic(args, kwargs)
-    old = request.treedef.unflatten(map(argument_text, request.avals, request.specs))
-    new = jax.tree.map(lambda leaf: argument_text(aval_of(leaf), self._spec_of(leaf)), dynamic)
+    text = lambda aval, spec: argument_text(aval.update(weak_type=False), spec)
+    old = request.treedef.unflatten(map(text, request.avals, request.specs))
+    new = jax.tree.map(lambda leaf: text(aval_of(leaf), self._spec_of(leaf)), dynamic)
     static = (
       [(f'static {name}', repr(value)) for name, _, value in each]
       for each in (request.static, self._arguments.statics(args, kwargs))
