@@ -143,17 +143,10 @@ def _level_fix(missing: Sequence[str], saved: Side, target: Side) -> str | None:
   """The fix if the target has one key above the saved tree, such as the name of an item of Orbax."""
   key, *others = {path.partition('/')[0] for path in target.leaves} or ['']
   below = {path.partition('/')[2] for path in missing}
-  if (
-    others
-    or len(missing) < len(target.leaves)
-    or not below <= {path.removesuffix('/value') for path in saved.leaves}
-  ):
+  is_saved = below <= {path.removesuffix('/value') for path in saved.leaves}
+  if others or not below or not is_saved or len(missing) < len(target.leaves):
     return None
-  return (
-    f'the checkpoint has no level {key!r}: restore the part of the target that is below it.'
-    if below
-    else None
-  )
+  return f'the checkpoint has no level {key!r}: restore the part of the target that is below it.'
 
 
 def _box_fix(missing: Sequence[str], saved: Side) -> str | None:
