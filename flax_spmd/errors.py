@@ -1,6 +1,7 @@
 """Exceptions: one tree for the whole package, and one format for its messages.
 
     FlaxSpmdError
+    ├── ArgumentTypeError (TypeError)         an argument of another type
     ├── RulesError (ValueError)               an invalid rule table
     │   ├── MeshAxisError                     a mesh axis that the mesh lacks
     │   ├── UnmatchedNameError                a logical name without a rule, where one is required
@@ -46,6 +47,10 @@ class FlaxSpmdError(Exception):
     ...   print(type(error).__name__, isinstance(error, ValueError))
     MeshAxisError True
   """
+
+
+class ArgumentTypeError(FlaxSpmdError, TypeError):
+  """Raised when an argument has another type than its parameter, or a function takes other arguments."""
 
 
 class RulesError(FlaxSpmdError, ValueError):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from flax_spmd._src.text import value_text
+from flax_spmd.errors import ArgumentTypeError
 
 T = TypeVar('T', bound=Callable[..., Any])
 
@@ -24,7 +25,7 @@ T = TypeVar('T', bound=Callable[..., Any])
 def public(name: str, unchecked: Sequence[str] = ()) -> Callable[[T], T]:
   """A decorator for a class or function that users import from the module `name`.
 
-  A call of it, or of a public method, raises TypeError for each argument of another type than its annotation, if that
+  A call of it, or of a public method, raises ArgumentTypeError for each argument of another type than its annotation, if that
   is of numbers, text and None. A whole float is a legitimate integer: it is passed on as one.
 
   Args:
@@ -113,7 +114,7 @@ _NOT_GIVEN = object()
 
 
 def _is_whole(value: Any) -> bool:
-  return isinstance(value, float) and value.is_integer()
+  return isinstance(value, (float, np.floating)) and value.is_integer()
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[_Parameter]:
@@ -150,7 +151,7 @@ def _accepted(
   """The arguments of a call, whole floats as integers.
 
   Raises:
-    TypeError: some have other types; lists all of them.
+    ArgumentTypeError: some have other types; lists all of them.
   """
   args, kwargs, wrong = [*args], {**kwargs}, list[tuple[_Parameter, Any]]()
   for one in parameters:
@@ -167,5 +168,5 @@ def _accepted(
       f'{one.name} is {value_text(value)}, of type {type(value).__name__}' for one, value in wrong
     )
     fixes = (one.fix(value) for one, value in wrong)
-    raise TypeError(f'{name}: {"; ".join(texts)}.\nFix: pass {", ".join(fixes)}.')
+    raise ArgumentTypeError(f'{name}: {"; ".join(texts)}.\nFix: pass {", ".join(fixes)}.')
   return args, kwargs

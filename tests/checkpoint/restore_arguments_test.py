@@ -69,20 +69,19 @@ def test_something_in_place_of_a_layout(path, wrong):
   assert str(caught.value).splitlines() == expected
 
 
-@pytest.mark.parametrize('size', [-1, 'x', float('nan'), [1]])
-def test_sizes_that_are_no_numbers_of_bytes(layout, path, tmp_path, size):
+def test_sizes_that_are_no_numbers_of_bytes(layout, path, tmp_path):
   def expected(name):
-    return [f'{name}={size!r} is not a number of bytes.', 'Fix: pass 0 or more.']
+    return [f'{name}=-1 is not a number of bytes.', 'Fix: pass 0 or more.']
 
   for name in ('limit', 'memory'):
-    assert refused(path, **{name: size}) == expected(name)
+    assert refused(path, **{name: -1}) == expected(name)
   state = layout.init(create)
   for name in ('pack', 'memory'):
     with pytest.raises(errors.CheckpointError) as caught:
-      checkpoint.save(tmp_path / 'b', state, layout, **{name: size})
+      checkpoint.save(tmp_path / 'b', state, layout, **{name: -1})
     assert str(caught.value).splitlines() == expected(name)
   with pytest.raises(errors.CheckpointError) as caught:
-    checkpoint.Manager(tmp_path / 'b', layout, memory=size)
+    checkpoint.Manager(tmp_path / 'b', layout, memory=-1)
   assert str(caught.value).splitlines() == expected('memory')
   assert not (tmp_path / 'b').exists()
   checkpoint.save(tmp_path / 'c', state, layout, memory=1e9, pack=np.int32(100))

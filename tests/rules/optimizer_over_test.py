@@ -367,11 +367,11 @@ def test_the_reasons_for_which_it_skips_an_array():
 
 def test_wrong_arguments():
   with pytest.raises(errors.RulesError) as caught:
-    spmd.optimizer_over((), min_size=True, avoid=(1,))
+    spmd.optimizer_over((), avoid=(1,))
   assert (
     str(caught.value)
     == dedent("""\
-    optimizer_over(...) does not take axes=(), min_size=True, avoid=(1,).
+    optimizer_over(...) does not take axes=(), avoid=(1,).
     Fix: axes is a mesh axis or a tuple of them, min_size a number of elements, avoid a tuple of mesh axes.""")
   )
   with pytest.raises(errors.MeshAxisError) as missing:

@@ -34,7 +34,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
 from flax_spmd._src.public import public
 from flax_spmd._src.text import with_article
-from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
+from flax_spmd.errors import ArgumentTypeError, FlaxSpmdError, TargetDeviceError
 
 
 @public('flax_spmd')
@@ -68,7 +68,7 @@ def compare(
     into stages, or the compiler crashes. For a program that needs too much memory it shows the excess.
 
   Raises:
-    TypeError: the first argument is neither a `TrainStep` nor a function that returns one, its functions take other
+    ArgumentTypeError: the first argument is neither a `TrainStep` nor a function that returns one, its functions take other
       arguments, or the second has no layout or something else.
     MeshError: the step constrains arrays on a mesh of its own, if no layout can be lowered; else a row shows it.
     TargetDeviceError: the target is unknown, cannot be compiled for on this machine, or differs from a mesh
@@ -116,14 +116,14 @@ def _named(
   """The layouts by name.
 
   Raises:
-    TypeError: there is none, or something else is among them.
+    ArgumentTypeError: there is none, or something else is among them.
   """
   if isinstance(layouts, Mapping):
     rows = dict(layouts)
   elif isinstance(layouts, Sequence) and not isinstance(layouts, str):
     rows = {f'layout {number}': layout for number, layout in enumerate(layouts)}
   else:
-    raise TypeError(
+    raise ArgumentTypeError(
       f'compare needs layouts by name, or a list of them, not a {type(layouts).__name__}.\n{_FIX}'
     )
   wrong = [(name, row) for name, row in rows.items() if not isinstance(row, (Layout, Pipeline))]
@@ -133,9 +133,9 @@ def _named(
   ]
   if wrong:
     given = '\n'.join(f'  {name}: {with_article(type(row).__name__)}' for name, row in wrong)
-    raise TypeError(f'compare needs layouts and pipelines, and these are none:\n{given}\n{_FIX}')
+    raise ArgumentTypeError(f'compare needs layouts and pipelines, and these are none:\n{given}\n{_FIX}')
   if not rows:
-    raise TypeError(f'compare needs at least one layout.\n{_FIX}')
+    raise ArgumentTypeError(f'compare needs at least one layout.\n{_FIX}')
   return rows
 
 

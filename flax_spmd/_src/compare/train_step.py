@@ -24,6 +24,7 @@ from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public import public
 from flax_spmd._src.text import plural, value_text
+from flax_spmd.errors import ArgumentTypeError
 
 
 @public('flax_spmd.explore')
@@ -97,7 +98,7 @@ def check_train_step(value: Any, caller: str) -> None:
     caller: name of that function, for the error text.
 
   Raises:
-    TypeError: the value is neither, or the functions of the `TrainStep` take other arguments. The text shows how to write
+    ArgumentTypeError: the value is neither, or the functions of the `TrainStep` take other arguments. The text shows how to write
       the call.
   """
   if isinstance(value, TrainStep):
@@ -106,7 +107,7 @@ def check_train_step(value: Any, caller: str) -> None:
   if _accepts(value, 1):
     return
   kind = 'function' if callable(value) else type(value).__name__
-  raise TypeError(
+  raise ArgumentTypeError(
     f'The first argument of {caller} is of type {kind}, not a TrainStep.\n'
     f'Fix: write {caller}(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore; or pass a '
     'function that returns one for a layout, lambda layout: TrainStep(...).'
@@ -117,11 +118,11 @@ def check_step(step: Any) -> None:
   """Raises unless a step can be called with a state and a batch.
 
   Raises:
-    TypeError: it takes other arguments, or is no function.
+    ArgumentTypeError: it takes other arguments, or is no function.
   """
   if not _accepts(step, 2):
     name = getattr(step, '__name__', 'step')
-    raise TypeError(
+    raise ArgumentTypeError(
       f'A training step is called as step(state, batch), but {_other(step, "step")}.\n'
       f'Fix: pass a function of two arguments, such as lambda state, batch: {name}(state, *batch) for a batch that is a tuple, '
       f'or {name}(*state, *batch) if the state is one, too.'
@@ -133,7 +134,7 @@ def _check_functions(train_step: TrainStep) -> None:
   check_step(train_step.step)
   create, args = train_step.create, train_step.args
   if not isinstance(args, Sequence) or isinstance(args, str):
-    raise TypeError(
+    raise ArgumentTypeError(
       f'TrainStep.args is {value_text(args)}, of type {type(args).__name__}.\n'
       'Fix: pass the arguments of create as a tuple, TrainStep(step, create, batch, args=(key,)).'
     )
@@ -141,7 +142,7 @@ def _check_functions(train_step: TrainStep) -> None:
   if not _accepts(create, count):
     of_arguments = 'pass its arguments, TrainStep(step, create, batch, args=(...)).'
     fix = of_arguments if callable(create) else 'pass a function that returns the state, lambda: state.'
-    raise TypeError(
+    raise ArgumentTypeError(
       f'TrainStep calls create(*args), with {plural(count, "argument")}, but {_other(create, "create")}.\nFix: {fix}'
     )
 
@@ -173,7 +174,7 @@ def train_step_on(layout: Layout, train_step: TrainStepLike) -> TrainStep:
   """The training step for a layout: itself, or the result of its function.
 
   Raises:
-    TypeError: the function returns something else, or a `TrainStep` whose functions take other arguments.
+    ArgumentTypeError: the function returns something else, or a `TrainStep` whose functions take other arguments.
     MeshError: the function asks an abstract mesh for its devices.
     Exception: any error that the function raises.
   """
@@ -183,7 +184,7 @@ def train_step_on(layout: Layout, train_step: TrainStepLike) -> TrainStep:
     result = train_step(layout)
   if not isinstance(result, TrainStep):
     name = getattr(train_step, '__name__', 'the function')
-    raise TypeError(
+    raise ArgumentTypeError(
       f'{name}, which was passed in place of a TrainStep, returned {type(result).__name__} for a layout.\n'
       'Fix: return TrainStep(step, create, batch), with TrainStep from flax_spmd.explore.'
     )

@@ -64,7 +64,7 @@ from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import shown, size_text, value_text
-from flax_spmd.errors import EstimatorError, TargetDeviceError, raise_problems
+from flax_spmd.errors import ArgumentTypeError, EstimatorError, TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
@@ -100,7 +100,7 @@ class Estimator:
     reason: why the step is lowered and partitioned for each layout, or ''. The other attributes are then empty.
 
   Raises:
-    TypeError: the first argument is neither a `TrainStep` nor a function that returns one, or its functions take other
+    ArgumentTypeError: the first argument is neither a `TrainStep` nor a function that returns one, or its functions take other
       arguments.
     EstimatorError: the installed jaxlib is not supported, or parts of the step cannot be estimated, such as a `shard_map`;
       and the platform's compiler, which could partition it, is not installed.
@@ -207,13 +207,13 @@ class Estimator:
       The outcome; its `source` is `partitioned` if the step was partitioned, else `estimated`.
 
     Raises:
-      TypeError: the first argument is no layout.
+      ArgumentTypeError: the first argument is no layout.
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
       EstimatorError: the step has to be partitioned, and the target's compiler cannot, or is not installed.
     """
     if not isinstance(layout, Layout):
-      raise TypeError(
+      raise ArgumentTypeError(
         f'estimate needs a layout, and {shown(value_text(layout))} is none.\n'
         "Fix: write estimate(Layout(mesh, rules), 'h100:64')."
       )

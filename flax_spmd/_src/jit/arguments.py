@@ -26,7 +26,7 @@ from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.placements import PlacedPart, is_placement
 from flax_spmd._src.text import shown, value_text
 from flax_spmd._src.tree_paths import key_value, path_string
-from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
+from flax_spmd.errors import ArgumentTypeError, LayoutError, Problem, did_you_mean, raise_problems
 
 
 class Arguments(NamedTuple):
@@ -265,7 +265,7 @@ class Arguments(NamedTuple):
     """The static arguments: position or name, type, and value.
 
     Raises:
-      TypeError: an argument is not hashable.
+      ArgumentTypeError: an argument is not hashable.
     """
     static = tuple((i, type(value), value) for i, value in enumerate(args) if i in self.positions)
     static += tuple(
@@ -391,7 +391,7 @@ def _check_hashable(static: Sequence[tuple[int | str, type, Any]]) -> None:
     try:
       hash(value)
     except TypeError:
-      raise TypeError(
+      raise ArgumentTypeError(
         f'Static argument {value_text(where)} is a {kind.__name__}, which is not hashable: {shown(value)}.\n'
         'Fix: pass a tuple, a frozen dataclass or another hashable value.'
       ) from None
@@ -440,7 +440,7 @@ def check_no_others(function: Callable[..., Any], others: Mapping[str, Any]) -> 
   """Checks that a method of a layout is given no options but its own.
 
   Raises:
-    TypeError: names the other options, and for shardings of `jax.jit` the method's own options.
+    ArgumentTypeError: names the other options, and for shardings of `jax.jit` the method's own options.
   """
   if not others:
     return
@@ -452,7 +452,7 @@ def check_no_others(function: Callable[..., Any], others: Mapping[str, Any]) -> 
     fixes.append(
       f'pass {own}, which accepts shardings too.' if own else 'correct the name, or leave it out.'
     )
-  raise TypeError('\n'.join([*lines, *(f'Fix: {fix}' for fix in dict.fromkeys(fixes))]))
+  raise ArgumentTypeError('\n'.join([*lines, *(f'Fix: {fix}' for fix in dict.fromkeys(fixes))]))
 
 
 _OPTIONS_OF_JAX = {'in_shardings': 'in_rules', 'out_shardings': 'out_rules'}

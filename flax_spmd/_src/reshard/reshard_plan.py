@@ -217,7 +217,7 @@ def cast_dtype(leaf: Any, dtype: Any) -> Any:
 
 def check_limit(limit: Any) -> None:
   """Raises `LayoutError` for a limit that is no number of bytes."""
-  if limit is not None and limit < 0:
+  if limit is not None and not limit >= 0:
     raise LayoutError(
       f'limit={value_text(limit)} is not a number of bytes.\nFix: pass 0 or more, such as limit=8 * 2**30.'
     )

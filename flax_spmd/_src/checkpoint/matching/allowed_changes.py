@@ -102,7 +102,7 @@ class Changes:
   ):
     mappings = {'renames': renames, 'rearranged': rearranged, 'stacks': stacks, 'axes': axes}
     of_names = {'moved': _several(moved), 'resized': _several(resized)}
-    _check_types(mappings, of_names, {'missing': missing, 'unused': unused, 'only': only})
+    _check_types(mappings, of_names)
     values = {
       'renames': tuple((old, _replacement(new)) for old, new in dict(renames or ()).items()),
       'rearranged': tuple(dict(rearranged or ()).items()),
@@ -142,9 +142,7 @@ def _several(names: Any) -> Any:
   return tuple(names) if isinstance(names, Collection) else names
 
 
-def _check_types(
-  mappings: Mapping[str, Any], of_names: Mapping[str, Any], optional: Mapping[str, Any]
-) -> None:
+def _check_types(mappings: Mapping[str, Any], of_names: Mapping[str, Any]) -> None:
   """Raises CheckpointError, listing every argument of the wrong type."""
   wrong = [f'{name}={value_text(value)}' for name, value in mappings.items() if not _is_mapping(value)]
   renames = mappings['renames']
@@ -154,16 +152,11 @@ def _check_types(
   if _is_mapping(axes) and not is_strings(dict(axes or ()).values()):
     wrong.append(f'axes={value_text(axes)}')
   wrong += [f'{name}={value_text(value)}' for name, value in of_names.items() if not is_strings(value)]
-  wrong += [
-    f'{name}={value_text(value)}'
-    for name, value in optional.items()
-    if not isinstance(value, str | None)
-  ]
   if wrong:
     raise CheckpointError(
       f'Changes(...) does not take {", ".join(wrong)}.\n'
-      'Fix: renames, rearranged, stacks and axes are dicts of strings by name, moved and resized are a name or a list of names, '
-      'and missing, unused and only are strings.'
+      'Fix: renames, rearranged, stacks and axes are dicts of strings by name, and moved and resized are a name '
+      'or a list of names.'
     )
 
 

@@ -146,7 +146,7 @@ def check_bytes(**sizes: Any) -> None:
   problems = [
     Problem(f'{name}={value_text(size)} is not a number of bytes.', 'pass 0 or more.')
     for name, size in sizes.items()
-    if size is not None and size < 0
+    if size is not None and not size >= 0
   ]
   if problems:
     raise CheckpointError(problems_text(problems))
