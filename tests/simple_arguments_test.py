@@ -18,6 +18,7 @@ OWN_CHECKS = {  # with fixes of their own
   ('with_sharding_annotation', 'name'),
   ('stage_end', 'name'),
   ('Layout.from_toml', 'text'),
+  ('parse_target', 'text'),
 }
 SIMPLE = re.compile(r'(bool|int|float|str|None|Literal\[[^]]*\])( \| (bool|int|float|str|None))*')
 

