@@ -1405,12 +1405,14 @@ class PropagatedPad(NamedTuple):
   Attributes:
     location: the text of its MLIR location.
     operand, result: its arrays, sharded as Shardy's propagation chooses.
-    interior: elements between two of the operand, per dimension.
+    low, high, interior: elements before, after, and between two of the operand, per dimension; negative numbers remove some.
   """
 
   location: str
   operand: ProductArray
   result: ProductArray
+  low: tuple[int, ...]
+  high: tuple[int, ...]
   interior: tuple[int, ...]
 
 
@@ -1437,9 +1439,12 @@ def propagated_operations(lowered: Any, sizes: Mapping[str, int]) -> PropagatedO
       elif op.name == 'stablehlo.dot_general':
         found.products.append(_propagated_product(op, sizes))
       elif op.name == 'stablehlo.pad':
-        interior = (*ir.DenseI64ArrayAttr(op.attributes['interior_padding']),)
         operand, result = (_product_array(value, sizes) for value in (op.operands[0], op.results[0]))
-        found.pads.append(PropagatedPad(str(op.location), operand, result, interior))
+        numbers = (
+          (*ir.DenseI64ArrayAttr(op.attributes[each]),)
+          for each in ('edge_padding_low', 'edge_padding_high', 'interior_padding')
+        )
+        found.pads.append(PropagatedPad(str(op.location), operand, result, *numbers))
   return found
 
 

@@ -18,13 +18,8 @@ from flax_spmd._src.jit.grouped_kernels import (
   moved_groups,
   sharded_groups,
 )
-from flax_spmd._src.jit.interior_pads import (
-  INTERIOR_PADS,
-  SHARD_ALIKE,
-  has_interior_pads,
-  interior_pads,
-)
 from flax_spmd._src.jit.reused_axes import REUSED_AXES, SUM_FIRST, has_products, reused_axes
+from flax_spmd._src.jit.sharded_pads import SHARD_ALIKE, SHARDED_PADS, has_pads, sharded_pads
 from flax_spmd._src.jit.sharded_windows import (
   KEEP_WHOLE,
   SHARDED_WINDOWS,
@@ -64,7 +59,7 @@ def doubtful_operations(
   products = REUSED_AXES not in known and has_products(jaxpr, mesh)
   grouped = {GROUPED_SUMS, SHARDED_GROUPS, MOVED_GROUPS}
   groups = any(reason not in known for reason in grouped) and has_groups(jaxpr)
-  pads = INTERIOR_PADS not in known and has_interior_pads(jaxpr)
+  pads = SHARDED_PADS not in known and has_pads(jaxpr)
   if not (windows or products or groups or pads):
     return []
   programs = [compat.propagated_operations(lowered, axis_sizes(mesh)) for lowered in lower()]
@@ -81,8 +76,8 @@ def doubtful_operations(
     lines = reused_axes(one for each in programs for one in each.products)
     found.append(DoubtfulOperations(REUSED_AXES, lines, SUM_FIRST))
   if pads:
-    lines = interior_pads(one for each in programs for one in each.pads)
-    found.append(DoubtfulOperations(INTERIOR_PADS, lines, SHARD_ALIKE))
+    lines = sharded_pads(one for each in programs for one in each.pads)
+    found.append(DoubtfulOperations(SHARDED_PADS, lines, SHARD_ALIKE))
   return [each for each in found if each.lines and each.reason not in known]
 
 
