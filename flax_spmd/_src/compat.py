@@ -1269,7 +1269,7 @@ def _propagated(lowered: Any, simplified: bool = False) -> Iterator[tuple[Any, A
 
   Args:
     lowered: the program.
-    simplified: whether the copy is simplified before, as the compiler does it, which can change what is chosen.
+    simplified: whether the copy is simplified first, as by the compiler, which can change the shardings.
   """
   module = lowered.compiler_ir('stablehlo')
   with module.context, ir.Location.unknown():

@@ -1,7 +1,7 @@
 """Inlining and simplification: a module without calls, and without operations that no sharding depends on.
 
 Each operation costs time in every propagation, so those that cannot matter are removed once. Where shardings meet that do
-not fit together, the first one wins; so what is simplified, and the order, are XLA's.
+not fit together, the first one wins; so the simplifications and the order are XLA's.
 """
 
 from __future__ import annotations

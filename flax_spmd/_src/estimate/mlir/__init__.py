@@ -1,10 +1,10 @@
-"""jaxlib's MLIR bindings and Shardy's passes; only compat.py imports them too.
+"""jaxlib's MLIR bindings and Shardy's passes; only compat.py and `_src/mlir` import them too.
 
     check_jaxlib()
     module = prepare(code)                                          # a lowered step, prepared once
     specs = module.propagate(sizes, arguments, results, resolve)    # shardings of its values under a layout
 
-The bindings change between versions of jaxlib, so nothing of them is imported before `check_jaxlib` has run.
+The bindings change between versions of jaxlib, so nothing of this package is imported before `check_jaxlib` has run.
 """
 
 from __future__ import annotations
