@@ -123,9 +123,9 @@ def lint(session):
   session.run('ruff', 'format', '--check', '.')
 
 
-@nox.session
+@nox.session(python=['3.11', '3.12'])
 def typecheck(session):
-  """Types: the package by pyright, the typing tests by pyright and mypy."""
+  """Types, under the oldest JAX and the newest: the package by pyright, the typing tests by pyright and mypy."""
   install(session, 'typecheck')
   session.run('pyright')
   session.run('mypy')

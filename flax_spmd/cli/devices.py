@@ -8,8 +8,8 @@ import jax
 
 
 def on_cpus() -> None:
-  """Uses CPUs only, unless the variable `JAX_PLATFORMS` is set. JAX has read it by the time that a command starts."""
-  if not jax.config.jax_platforms:
+  """Uses CPUs only, unless the variable `JAX_PLATFORMS` is set, which JAX has read by the time that a command starts."""
+  if not getattr(jax.config, 'jax_platforms', None):  # an attribute without a type before JAX 0.12
     jax.config.update('jax_platforms', 'cpu')
 
 
