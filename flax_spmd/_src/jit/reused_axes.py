@@ -61,7 +61,9 @@ def _is_affected(product: compat.PropagatedProduct) -> bool:
 
   A dimension over several axes is safe if its operand is sharded alike and stays where it is: the other operand uses
   none of these axes, or XLA moves that one, as its shard is smaller. Of 631 random products that were drawn towards this
-  case XLA computed 130 wrongly; the rule finds all of these, and 213 others.
+  case XLA computed 130 wrongly; the rule finds all of these, and 213 others. Of 4,000 with several sums, and with shardings
+  drawn independently over three axes, XLA computed 35 wrongly, of which the rule finds 13, and 87 others. Most of the rest
+  sum over dimensions that the operands shard over different axes. No rule is known for them that spares sound layouts.
   """
   summed = _reused(product)
   if not any(axes and summed.issuperset(axes) for axes in product.result.axes):
