@@ -165,3 +165,14 @@ def test_a_restore_with_a_plan_takes_no_layout(plan, tmp_path):
     'layout=, mesh= and rules= are for a restore without a target; a target has its own shardings.\n'
     'Fix: leave them out, leave the target out, or plan the target with that layout.'
   )
+
+
+def test_errors_name_the_parameter_and_the_path_of_an_array():
+  deleted = jnp.ones((4, 8))
+  deleted.delete()
+  with pytest.raises(errors.LayoutError) as error:
+    LAYOUT.init(lambda source, scale, *, key: source['w'] * scale, {'a': 1, 'w': deleted}, 2, key=None)
+  assert str(error.value) == (
+    'argument source/w has been deleted, or donated to a jitted function.\n'
+    'Fix: pass the state that the step returned, not the one that was donated to it.'
+  )

@@ -458,24 +458,40 @@ def check_no_others(function: Callable[..., Any], others: Mapping[str, Any]) -> 
 _OPTIONS_OF_JAX = {'in_shardings': 'in_rules', 'out_shardings': 'out_rules'}
 
 
+class CallArguments(NamedTuple):
+  """The arguments of a call."""
+
+  args: tuple[Any, ...]
+  kwargs: dict[str, Any]
+
+  def leaves(self) -> list[Any]:
+    """The leaves, of which an NNX module is one."""
+    return jax.tree.leaves(tuple(self), is_leaf=_is_nnx_module)
+
+
 def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-  """`fn` as a function of its arrays and NNX modules, closed over all other arguments: numbers, models, functions."""
+) -> tuple[Callable[..., Any], CallArguments]:
+  """`fn` closed over all arguments but arrays and NNX modules, such as numbers, models and functions; and its arguments.
+
+  In these None takes the place of what it is closed over, so that arrays keep their paths.
+  """
   named = {f'argument {number}': value for number, value in enumerate(args)}
   named |= {f'argument {name}': value for name, value in kwargs.items()}
   outermost_modules(named)  # raises for what JAX would follow to the end of the stack
-  leaves, treedef = jax.tree.flatten(
-    (args, kwargs), is_leaf=lambda node: compat.is_nnx_module_type(type(node))
-  )
-  marks = [compat.is_nnx_module_type(type(leaf)) or is_array(leaf) for leaf in leaves]
-  arrays = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark]
+  leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_nnx_module)
+  marks = [_is_nnx_module(leaf) or is_array(leaf) for leaf in leaves]
 
   @functools.wraps(fn, updated=())
-  def of_arrays(arrays):
-    remaining = iter(arrays)
-    filled = [next(remaining) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
+  def of_arrays(*args, **kwargs):
+    arrays = iter(CallArguments(args, kwargs).leaves())
+    filled = [next(arrays) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
     args, kwargs = treedef.unflatten(filled)
     return fn(*args, **kwargs)
 
-  return of_arrays, arrays
+  arrays = [leaf if mark else None for leaf, mark in zip(leaves, marks, strict=True)]
+  return of_arrays, CallArguments(*treedef.unflatten(arrays))
+
+
+def _is_nnx_module(node: Any) -> bool:
+  return compat.is_nnx_module_type(type(node))
