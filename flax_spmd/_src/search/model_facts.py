@@ -67,8 +67,8 @@ class ModelFacts(NamedTuple):
 
   def path_divides(self, pattern: str, dim: int, shards: int) -> bool:
     """Whether a dimension of a kind of parameters is divisible into this number of shards."""
-    kind = next(kind for kind in self.paths if kind.pattern == pattern)
-    return all(shape[dim] % shards == 0 for shape in kind.shapes)
+    shapes = [shape for kind in self.paths if kind.pattern == pattern for shape in kind.shapes]
+    return bool(shapes) and all(shape[dim] % shards == 0 for shape in shapes)
 
 
 def facts_of(
@@ -130,12 +130,14 @@ def _names_of_state(
 
 
 def _batch_names(placements: Any) -> frozenset[str]:
-  """Logical names of the first dimensions of the batch."""
+  """Logical names of the first dimensions of the batch; `batch` may be that of another dimension."""
   if placements is None:
     return frozenset({'batch'})
   is_names = lambda node: isinstance(node, tuple) and all(isinstance(n, str | None) for n in node)
   leaves = jax.tree.leaves(placements, is_leaf=is_names)
-  return frozenset(leaf[0] for leaf in leaves if is_names(leaf) and leaf and isinstance(leaf[0], str))
+  named = [leaf for leaf in leaves if is_names(leaf)]
+  first = {name for leaf in named for name in leaf[:1] if name is not None}
+  return frozenset(first | {name for leaf in named for name in leaf if name == 'batch'})
 
 
 def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:
