@@ -783,6 +783,8 @@ def test_constraints_of_other_types():
     search does not take choices['remat']=True, choices['keep']=None, choices['policy']='dots', mesh['data']='all', batch_only=[7], pin['batch']=3, pin['mlp']=('model', None), forbid['embed']=2.5.
     Fix: write choices={'remat': (True, False)}, mesh={'data': 8}, pin={'batch': 'data', 'embed': ('data', 'fsdp')}, forbid=['length'], batch_only='data'.""").strip()
   )
+  with pytest.raises(SearchError, match='search does not take batch_only=<list_iterator'):
+    run(batch_only=iter(['data']))  # would be read once and then be empty
 
 
 @pytest.mark.parametrize(('size', 'most'), [(12, 4), (7, 1), (4, 4), (24, 8), (512, 8)])

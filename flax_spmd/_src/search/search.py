@@ -176,11 +176,12 @@ def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:
 
 def _check_values(choices: Any, mesh: Any, axes: Mapping[str, Any]) -> None:
   """Raises SearchError for values of choices, sizes of the mesh and names of axes that are of another type."""
-  listed = lambda one: isinstance(one, Iterable) and not isinstance(one, str | bytes)
+  is_list = lambda one, kind: isinstance(one, kind) and not isinstance(one, str | bytes)
+  is_text = lambda one: isinstance(one, str)
   wrong = [
     f'choices[{value_text(name)}]={value_text(values)}'
     for name, values in (choices or {}).items()
-    if not listed(values)
+    if not is_list(values, Iterable)
   ]
   sizes = mesh.items() if isinstance(mesh, Mapping) else ()
   wrong += [
@@ -195,9 +196,7 @@ def _check_values(choices: Any, mesh: Any, axes: Mapping[str, Any]) -> None:
   wrong += [
     f'{name}={value_text(one)}'
     for name, one in given.items()
-    if not (
-      one is None or isinstance(one, str) or (listed(one) and all(isinstance(each, str) for each in one))
-    )
+    if not (one is None or is_text(one) or (is_list(one, Collection) and all(map(is_text, one))))
   ]
   if wrong:
     raise SearchError(
