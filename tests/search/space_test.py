@@ -242,7 +242,7 @@ def test_the_batch_may_be_a_later_dimension():
   batch = {'time': jax.ShapeDtypeStruct((6, 16, 4), jnp.float32)}
   placements = {'time': ('length', 'batch', None)}
   facts = facts_of(TrainStep(lambda state, x: state, create, batch, placements=placements))
-  assert facts.batch == {'length', 'batch'}
+  assert facts.batch == {'batch'}
 
 
 def test_fsdp_without_effect_is_dropped():

@@ -130,14 +130,13 @@ def _names_of_state(
 
 
 def _batch_names(placements: Any) -> frozenset[str]:
-  """Logical names of the first dimensions of the batch; `batch` may be that of another dimension."""
+  """Logical names of the batch's dimension of examples: `batch` in arrays that have it, else the first."""
   if placements is None:
     return frozenset({'batch'})
   is_names = lambda node: isinstance(node, tuple) and all(isinstance(n, str | None) for n in node)
   leaves = jax.tree.leaves(placements, is_leaf=is_names)
-  named = [leaf for leaf in leaves if is_names(leaf)]
-  first = {name for leaf in named for name in leaf[:1] if name is not None}
-  return frozenset(first | {name for leaf in named for name in leaf if name == 'batch'})
+  names = ('batch' if 'batch' in leaf else leaf[0] for leaf in leaves if is_names(leaf) and leaf)
+  return frozenset(filter(None, names))
 
 
 def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:
