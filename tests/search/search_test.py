@@ -4,6 +4,7 @@ import functools
 import html
 import json
 import math
+import random
 import signal
 import zlib
 from textwrap import dedent
@@ -34,7 +35,8 @@ def create():
 
 
 def step(state, x, remat='none'):
-  return jax.tree.map(lambda w: w - 0.1 * jnp.sum(x), state)
+  rate = 0.1 if remat == 'none' else 0.2  # another program, so that their estimates are cached apart
+  return jax.tree.map(lambda w: w - rate * jnp.sum(x), state)
 
 
 def data():
@@ -442,6 +444,24 @@ def test_the_memory_budget_is_met():
   assert all(one.memory.peak <= tight.memory for one in tight.pareto)
 
 
+@pytest.mark.parametrize('top', [0, 3])
+@pytest.mark.parametrize('seed', range(3))
+def test_layouts_beyond_the_budget_are_marked_and_no_ties(seed, top):
+  every = run(top=top, fresh=True)
+  peaks = sorted({one.memory.peak for one in every.estimates if one.memory})
+  seen = False
+  for budget in random.Random(seed).sample(peaks, 6):
+    result = run(top=top, memory=budget - 1 if budget > peaks[0] else budget)
+    for one in [*result.outcomes, *result.estimates]:
+      assert one.fits == (one.memory.peak <= result.memory), one.name
+    over = [one for one in result.outcomes if not one.fits]
+    assert not {*result.ties} & {one.name for one in over}
+    assert str(result).count(' over the budget') == len(over)
+    assert all('no' in str(result.comparison) for _ in over)
+    seen = seen or bool(over)
+  assert seen
+
+
 def test_pareto():
   result = run()
   times = [one.cost.expected for one in result.pareto]
@@ -462,6 +482,24 @@ def test_rule_effects():
 def test_rules_without_effect_are_left_out():
   for effect in run().effects:
     assert effect.time > 0 or effect.memory > 0, effect
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_rules_without_effect_are_left_out_of_estimates_that_nearly_agree(monkeypatch, seed):
+  """Small differences of times make many tables seem the best."""
+  plain = Formula.estimate
+
+  def estimate(self, layout, target, *, partition):
+    one = plain(self, layout, target, partition=partition)
+    factor = 1 + 1e-4 * zlib.crc32(f'{seed} {layout!r}'.encode()) / 2**32
+    times = {name: factor * getattr(one.cost, name) for name in ('low', 'expected', 'high')}
+    return one._replace(cost=one.cost._replace(**times))
+
+  monkeypatch.setattr(Formula, 'estimate', estimate)
+  result = run(top=0, candidates=300)
+  assert result.effects
+  for effect in result.effects:
+    assert result.best.name in result.presets or effect.time > 3e-4, effect
 
 
 def test_choices_of_the_step():
@@ -508,6 +546,24 @@ def test_layouts_that_do_not_fit_the_names_are_failed_outcomes(monkeypatch):
   )
 
 
+def test_a_layout_that_cannot_be_partitioned_keeps_its_estimate(monkeypatch):
+  """It is kept in the cache as well."""
+  plain = Formula.estimate
+
+  def estimate(self, layout, target, *, partition):
+    if partition and zlib.crc32(repr(layout).encode()) % 3:
+      raise LayoutError('this cannot be partitioned.')
+    return plain(self, layout, target, partition=False)
+
+  monkeypatch.setattr(Formula, 'estimate', estimate)
+  monkeypatch.setattr(trials, 'can_partition', lambda platform: False)
+  right = run(top=0, candidates=40)
+  monkeypatch.setattr(trials, 'can_partition', lambda platform: True)
+  assert any(one.error for one in run(top=0, candidates=40).estimates)
+  monkeypatch.setattr(trials, 'can_partition', lambda platform: False)
+  assert same(run(top=0, candidates=40), right)
+
+
 # -- as text
 
 
@@ -542,7 +598,9 @@ def test_an_interrupted_search_keeps_the_best(monkeypatch):
   monkeypatch.setattr(Formula, 'calls', 0)
   monkeypatch.setattr(Formula, 'interrupt_at', 40)
   part = run(fresh=True)
-  assert len(part.estimates) == 39 and len(part.check.layouts) == 2
+  assert (
+    39 <= len(part.estimates) < 50 and len(part.check.layouts) == 2
+  )  # those without a rule come last
   assert part.notes == [
     'Interrupted after 39 candidates, 2 of them compiled. Repeat the call to continue.'
   ]
@@ -695,6 +753,45 @@ def test_impossible_searches():
   )
   with pytest.raises(SearchError, match=r"choices\['remat'\] has no values"):
     run(choices={'remat': ()})
+
+
+def test_choices_that_cannot_be_compared():
+  with pytest.raises(SearchError) as caught:
+    run(choices={'remat': (['none'], 'full', {'keep': 1})})
+  assert (
+    str(caught.value)
+    == dedent("""
+    A search compares choices, so they have to be hashable, and these are not:
+      remat: ['none'], of type list
+      remat: {'keep': 1}, of type dict
+    Fix: pass tuples in the place of lists, or texts that the step looks up, such as choices={'policy': ('dots', 'none')}.""").strip()
+  )
+
+
+def test_constraints_of_other_types():
+  with pytest.raises(SearchError) as caught:
+    run(
+      choices={'remat': True, 'keep': None, 'policy': 'dots'},
+      mesh={'data': 'all'},
+      pin={'batch': 3, 'mlp': ('model', None), 'embed': None},
+      forbid={'embed': 2.5, 'mlp': ('model',)},
+      batch_only=[7],
+    )
+  assert (
+    str(caught.value)
+    == dedent("""
+    search does not take choices['remat']=True, choices['keep']=None, choices['policy']='dots', mesh['data']='all', batch_only=[7], pin['batch']=3, pin['mlp']=('model', None), forbid['embed']=2.5.
+    Fix: write choices={'remat': (True, False)}, mesh={'data': 8}, pin={'batch': 'data', 'embed': ('data', 'fsdp')}, forbid=['length'], batch_only='data'.""").strip()
+  )
+  with pytest.raises(SearchError, match='search does not take batch_only=<list_iterator'):
+    run(batch_only=iter(['data']))  # would be read once and then be empty
+
+
+@pytest.mark.parametrize(('size', 'most'), [(12, 4), (7, 1), (4, 4), (24, 8), (512, 8)])
+def test_a_batch_that_the_devices_cannot_share(size, most, monkeypatch):
+  monkeypatch.setattr(Formula, 'names', {**Formula.names, 'batch': (size,)})
+  note = f"8 devices cannot share the batch equally, {most} at most: dimensions named 'batch' have {size} elements."
+  assert (note in run(top=0, candidates=20).notes) == (most < 8)
 
 
 def test_an_unknown_target():

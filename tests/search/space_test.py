@@ -223,6 +223,28 @@ def test_choices_are_tried():
   assert start._replace(choices=(('remat', 'full'),)) in all_moves(where, start)
 
 
+def test_sizes_under_a_choice():
+  half = {'batch': (32,), 'mlp': (256,)}
+  choices = {'width': (1, 2)}
+  under = lambda chosen: FACTS if chosen == (('width', 1),) else FACTS._replace(names=half)
+  of_choice = space(choices=choices)._replace(facts_under=under)
+  over_64 = Candidate((Axis(64),), (('batch', (0,)),))
+  legal = lambda one, width: of_choice.legal(one._replace(choices=(('width', width),)))
+  assert legal(over_64, 1) and of_choice.legal(over_64) == legal(over_64, 1)
+  assert legal(over_64, 2) is None
+  over_32 = Candidate((Axis(2), Axis(32)), (('batch', (1,)), ('embed', (0,))))
+  assert legal(over_32, 1) and legal(over_32, 2) is None  # it has no such name
+  assert of_choice.divisible(over_32._replace(choices=(('width', 2),))).name_rules == (('batch', (1,)),)
+
+
+def test_the_batch_may_be_a_later_dimension():
+  create = lambda: {'w': jnp.ones((4, 4))}
+  batch = {'time': jax.ShapeDtypeStruct((6, 16, 4), jnp.float32)}
+  placements = {'time': ('length', 'batch', None)}
+  facts = facts_of(TrainStep(lambda state, x: state, create, batch, placements=placements))
+  assert facts.batch == {'batch'}
+
+
 def test_fsdp_without_effect_is_dropped():
   where = space('h100:8', FACTS._replace(min_sizes=(1,)))
   assert not where.legal(one(8, rules={'batch': (0,)}, fsdp_axes=(0,))).fsdp_axes

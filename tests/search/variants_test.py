@@ -135,6 +135,17 @@ def test_few_candidates_try_every_choice_or_name_those_that_they_do_not():
   ]
 
 
+@pytest.mark.parametrize('sizes', [(12, 64), (64, 12), (7, 8), (30, 32, 48)])
+def test_each_batch_is_sharded_over_the_axes_that_divide_it(sizes):
+  result = spmd.search(
+    train_step_of, 'mi300:8', choices={'batch': sizes, 'length': (16,)}, candidates=60, top=0
+  )
+  assert not [one.error for one in result.estimates if one.error]
+  for size in sizes:
+    of_size = [one.name for one in result.estimates if f'batch={size}' in one.name]
+    assert any(name.startswith('data=8: batch=data') for name in of_size) == (size % 8 == 0), of_size
+
+
 # -- optimizer state in the host's memory
 
 

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     memory: bytes on one device; None if unknown.
     counts: work of a step on one device; None if it was not compiled.
     cost: bracket for the time of a step; None if it was not compiled.
-    fits: whether the peak memory fits on the chip.
+    fits: whether the peak memory fits on the chip; in a search, whether it is within the budget.
     error: reason why it was not compiled, or None.
     program: lowered step, or None.
     compiled: result of the compilation, or None.

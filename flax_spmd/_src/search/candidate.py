@@ -23,6 +23,8 @@ from flax_spmd._src.rules.clauses import fsdp, host, optimizer_over
 from flax_spmd._src.rules.table import Rules
 
 MIN_SIZE = 2**20  # elements; the default of `fsdp`
+Choices = tuple[tuple[str, Any], ...]
+"""Arguments of the step, as name and value."""
 
 
 class Axis(NamedTuple):
@@ -57,7 +59,7 @@ class Candidate(NamedTuple):
   min_size: int = MIN_SIZE
   zero1_axes: tuple[int, ...] = ()
   path_rules: tuple[tuple[str, int, int, tuple[int, ...]], ...] = ()
-  choices: tuple[tuple[str, Any], ...] = ()
+  choices: Choices = ()
   on_host: tuple[str, ...] = ()
 
   @property

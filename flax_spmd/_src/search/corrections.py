@@ -38,7 +38,7 @@ def corrected(
     memory=outcome.memory._replace(temporaries=temporaries, peak=peak),
     counts=counts,
     cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
-    fits=peak <= target.chip.memory,
+    fits=peak <= memory,
     doubts=(*particular(outcome.doubts), *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
   )
 

@@ -67,8 +67,8 @@ class ModelFacts(NamedTuple):
 
   def path_divides(self, pattern: str, dim: int, shards: int) -> bool:
     """Whether a dimension of a kind of parameters is divisible into this number of shards."""
-    kind = next(kind for kind in self.paths if kind.pattern == pattern)
-    return all(shape[dim] % shards == 0 for shape in kind.shapes)
+    shapes = [shape for kind in self.paths if kind.pattern == pattern for shape in kind.shapes]
+    return bool(shapes) and all(shape[dim] % shards == 0 for shape in shapes)
 
 
 def facts_of(
@@ -130,12 +130,13 @@ def _names_of_state(
 
 
 def _batch_names(placements: Any) -> frozenset[str]:
-  """Logical names of the first dimensions of the batch."""
+  """Logical names of the batch's dimension of examples: `batch` in arrays that have it, else the first."""
   if placements is None:
     return frozenset({'batch'})
   is_names = lambda node: isinstance(node, tuple) and all(isinstance(n, str | None) for n in node)
   leaves = jax.tree.leaves(placements, is_leaf=is_names)
-  return frozenset(leaf[0] for leaf in leaves if is_names(leaf) and leaf and isinstance(leaf[0], str))
+  names = ('batch' if 'batch' in leaf else leaf[0] for leaf in leaves if is_names(leaf) and leaf)
+  return frozenset(filter(None, names))
 
 
 def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:

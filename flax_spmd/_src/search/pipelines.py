@@ -25,10 +25,10 @@ from flax_spmd._src.mesh import abstract_mesh, axis_sizes
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
+from flax_spmd._src.search.candidate import Candidate, Choices, layout_of, text_of
 from flax_spmd._src.search.selection import SLACK, Selection
 from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.trials import Choices, Trials
+from flax_spmd._src.search.trials import Trials
 from flax_spmd._src.search.user_constraints import UserConstraints
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import PipelineError, Problem, SearchError, raise_problems
@@ -210,7 +210,7 @@ class PipelineTrials(Trials):
       memory=memory,
       counts=plain.counts and _rank_counts(plain.counts, self.schedule.ranks),
       cost=rank_cost(plain.cost, self.schedule.ranks, simulation.bubble),
-      fits=memory.peak <= self.task.target.chip.memory,
+      fits=memory.peak <= self.memory,
       program=None,
       compiled=None,
       source=ESTIMATED,

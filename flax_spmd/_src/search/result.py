@@ -126,8 +126,9 @@ class SearchResult:
 
   @property
   def comparison(self) -> Comparison:
-    """The outcomes as a comparison."""
-    return Comparison(self.target, self.outcomes)
+    """The outcomes as a comparison, on devices with the memory of the budget."""
+    chip = self.target.chip._replace(memory=self.memory)
+    return Comparison(self.target._replace(chip=chip), self.outcomes)
 
   @property
   def toml(self) -> str:
@@ -244,7 +245,10 @@ class SearchResult:
     for rank, one in zip(ranks_of(outcomes), outcomes, strict=True):
       preset = self.presets.get(one.name)
       name = f'{one.name} (preset {preset})' if preset else one.name
-      table.add_row(rank, *_figures(one), one.source + (', rough' if one.doubts else ''), name)
+      memory, time = _figures(one)
+      if one.memory and not one.fits:
+        memory += f', {size_text(one.memory.peak - self.memory)} over the budget'
+      table.add_row(rank, memory, time, one.source + (', rough' if one.doubts else ''), name)
     return table
 
   def __str__(self) -> str:

@@ -279,10 +279,24 @@ class SearchRun:
       choices=dict(candidate.choices),
       presets={one.name: self.presets[key] for key, one in outcomes if key in self.presets},
       effects=rule_effects(candidate, pipeline or self.trials),
-      notes=self.notes,
+      notes=[*self.notes, *self._batch_notes(candidate)],
       check=self.trials.checked_by,
       schedule=pipeline.schedule if pipeline else None,
     )
+
+  def _batch_notes(self, candidate: Candidate) -> list[str]:
+    """A note if the devices cannot share the batch equally."""
+    devices, facts = self.space.target.devices, self.trials.variant(candidate.choices).facts
+    shares = [n for n in range(1, devices + 1) if devices % n == 0]
+    most = max(n for n in shares if n == 1 or any(facts.divides(name, n) for name in facts.batch))
+    sizes = sorted({size for name in facts.batch for size in facts.names[name] if size > 1})
+    if most == devices or not sizes:
+      return []
+    names = ' or '.join(map(repr, sorted(facts.batch)))
+    return [
+      f'{devices} devices cannot share the batch equally, {most} at most: dimensions named {names} have '
+      f'{", ".join(map(str, sizes))} elements.'
+    ]
 
   def _shown(self) -> dict[Candidate | PipelineCandidate, Outcome]:
     """What was partitioned, or else the best estimates, if nothing was compiled."""

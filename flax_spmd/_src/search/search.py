@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -73,7 +73,7 @@ def search(
     target: hardware such as `'h100:64'`, `'v5e:16x16'` or `'cpu:8'`; see `flax-spmd targets`.
     memory: memory budget of a device, in bytes or as `'60GiB'`. Default: all memory available to a
       program.
-    choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`. Parameters
+    choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`; they have to be hashable. Parameters
       of `create` with the same names receive them too, and those of a function that returns the step first.
       That function may also choose the batch by them; layouts are then ranked by time per element of the batch.
     pipelines: schedules to try for the step as a pipeline, such as `OneFOneB(ranks=4)`. Ranks are along a
@@ -130,6 +130,7 @@ def search(
     (Collection, {'pipelines': pipelines, 'forbid': forbid}),
     (Mapping | Mesh | AbstractMesh, {'mesh': mesh}),
   )
+  _check_values(choices, mesh, {'pin': pin, 'forbid': forbid, 'batch_only': batch_only})
   values = {name: tuple(values) for name, values in (choices or {}).items()}
   _check(hardware_target, top, candidates, values)
   check_pipelines(pipelines, hardware_target)
@@ -147,8 +148,10 @@ def search(
     tensor=tensor,
     host=host,
   )
-  space = Space(first.facts, constraints_on(hardware_target), hardware_target, values)
-  trials = Trials(task, space.constraints.memory, first, first_choices(values))
+  constraints = constraints_on(hardware_target)
+  trials = Trials(task, constraints.memory, first, first_choices(values))
+  facts_under = lambda choices: trials.variant(choices).facts
+  space = Space(first.facts, constraints, hardware_target, values, facts_under)
   searches = pipeline_searches(pipelines, trials, space, constraints_on)
   most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
   limit = min(candidates, most)
@@ -171,7 +174,50 @@ def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:
     )
 
 
+def _check_values(choices: Any, mesh: Any, axes: Mapping[str, Any]) -> None:
+  """Raises SearchError for values of choices, sizes of the mesh and names of axes that are of another type."""
+  is_list = lambda one, kind: isinstance(one, kind) and not isinstance(one, str | bytes)
+  is_text = lambda one: isinstance(one, str)
+  wrong = [
+    f'choices[{value_text(name)}]={value_text(values)}'
+    for name, values in (choices or {}).items()
+    if not is_list(values, Iterable)
+  ]
+  sizes = mesh.items() if isinstance(mesh, Mapping) else ()
+  wrong += [
+    f'mesh[{value_text(name)}]={value_text(size)}'
+    for name, size in sizes
+    if not hasattr(size, '__index__')
+  ]
+  given = {name: one for name, one in axes.items() if not isinstance(one, Mapping)}
+  for argument, one in axes.items():
+    if isinstance(one, Mapping):
+      given |= {f'{argument}[{value_text(name)}]': each for name, each in one.items()}
+  wrong += [
+    f'{name}={value_text(one)}'
+    for name, one in given.items()
+    if not (one is None or is_text(one) or (is_list(one, Collection) and all(map(is_text, one))))
+  ]
+  if wrong:
+    raise SearchError(
+      f'search does not take {", ".join(wrong)}.\n'
+      "Fix: write choices={'remat': (True, False)}, mesh={'data': 8}, pin={'batch': 'data', 'embed': ('data', 'fsdp')}, "
+      "forbid=['length'], batch_only='data'."
+    )
+
+
 def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tuple[Any, ...]]) -> None:
+  unhashable = [
+    f'\n  {name}: {value_text(value)}, of type {type(value).__name__}'
+    for name, values in choices.items()
+    for value in values
+    if not _is_hashable(value)
+  ]
+  if unhashable:
+    raise SearchError(
+      f'A search compares choices, so they have to be hashable, and these are not:{"".join(unhashable)}\n'
+      "Fix: pass tuples in the place of lists, or texts that the step looks up, such as choices={'policy': ('dots', 'none')}."
+    )
   empty = [name for name, values in choices.items() if not values]
   if empty or candidates < 1 or top < 0:
     raise SearchError(
@@ -181,3 +227,11 @@ def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tupl
     )
   if top:
     check_compiler(target)
+
+
+def _is_hashable(value: Any) -> bool:
+  try:
+    hash(value)
+  except TypeError:
+    return False
+  return True

@@ -116,13 +116,13 @@ class Selection(NamedTuple):
 
   def fits(self, outcome: Outcome) -> bool:
     """Whether an outcome has no error and is within the budget."""
-    return outcome.error is None and fits(outcome, self.trials.memory)
+    return outcome.fits
 
   def shown(self) -> dict[Candidate, Outcome]:
     """The outcomes to show if nothing was compiled: the best estimates, and the best of each preset."""
-    best, *others = self.distinct(0.0, expected_seconds)[: max(self.top, _SHOWN)] or [None]
-    plain = [] if best is None else [self.trials.simplified(best, self.space.simpler)]
-    return {one: self.trials.outcome(one) for one in [*plain, *others, *self.best_presets()]}
+    best = self.distinct(0.0, expected_seconds)[: max(self.top, _SHOWN)]
+    plain = [self.trials.simplified(one, self.space.simpler) for one in best]
+    return {one: self.trials.outcome(one) for one in [*plain, *self.best_presets()]}
 
   def sorted(self, outcomes: Mapping[Any, Outcome]) -> list[tuple[Any, Outcome]]:
     """The outcomes with their keys: those that fit first, then by time."""

@@ -11,11 +11,11 @@ space returns candidates in canonical form, so equivalent candidates are equal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.search.candidate import Axis, Candidate, canonical, compete
+from flax_spmd._src.search.candidate import Axis, Candidate, Choices, canonical, compete
 from flax_spmd._src.search.model_facts import ModelFacts
 from flax_spmd._src.search.user_constraints import MAX_AXES, UserConstraints
 
@@ -24,16 +24,18 @@ class Space(NamedTuple):
   """The candidates of a search.
 
   Attributes:
-    facts: logical names of the model.
+    facts: logical names of the model, under the first choice.
     constraints: conditions of the user.
     target: the hardware.
     choices: possible values of arguments of the step.
+    facts_under: the facts under a choice, which may have other sizes; those of the first by default.
   """
 
   facts: ModelFacts
   constraints: UserConstraints
   target: Target
   choices: Mapping[str, tuple[Any, ...]] = {}
+  facts_under: Callable[[Choices], ModelFacts] | None = None
 
   @property
   def per_node(self) -> int:
@@ -42,32 +44,39 @@ class Space(NamedTuple):
 
   def legal(self, candidate: Candidate) -> Candidate | None:
     """The canonical form of a candidate with pinned names on their axes, or None if it is not legal."""
-    candidate = self.constraints.pinned(candidate)
+    candidate = self.constraints.pinned(self._chosen(candidate))
+    facts = self._facts_of(candidate)
     if candidate.min_size not in self.facts.min_sizes:  # no array is that large
       candidate = candidate._replace(fsdp_axes=(), zero1_axes=())
     for over in candidate.used_axes:
       if len({*over}) < len(over):
         return None
     for name, over in candidate.name_rules:
-      if name not in self.facts.names or not self.facts.divides(name, candidate.shards(over)):
+      if name not in facts.names or not facts.divides(name, candidate.shards(over)):
         return None
     for pattern, _, dim, over in candidate.path_rules:
-      if not self.facts.path_divides(pattern, dim, candidate.shards(over)):
+      if not facts.path_divides(pattern, dim, candidate.shards(over)):
         return None
     if not self.constraints.allow(candidate, self.facts):
       return None
-    if not candidate.choices and self.choices:
-      first = tuple((name, values[0]) for name, values in self.choices.items())
-      candidate = candidate._replace(choices=first)
     # The axes of the user's mesh keep their order, and so do those of a torus.
     exchange = not self.target.chip.torus and not self.constraints.mesh
     spelled = canonical(candidate, self.facts.together, self.per_node, exchange)
     return spelled if not self.constraints.pin else self.constraints.pinned(spelled)
 
+  def _chosen(self, candidate: Candidate) -> Candidate:
+    """The candidate with the first choices if it has none."""
+    return candidate if candidate.choices else candidate._replace(choices=next(self.combinations))
+
+  def _facts_of(self, candidate: Candidate) -> ModelFacts:
+    """The facts of the model under a candidate's choices."""
+    return self.facts_under(candidate.choices) if self.facts_under else self.facts
+
   def divisible(self, candidate: Candidate) -> Candidate:
     """The candidate without axes that do not divide the dimensions sharded over them."""
+    facts = self._facts_of(self._chosen(candidate))
     for name, over in candidate.name_rules:
-      while over and not self.facts.divides(name, candidate.shards(over)):
+      while over and not (name in facts.names and facts.divides(name, candidate.shards(over))):
         over = over[:-1]
       candidate = candidate.with_name(name, over)
     return candidate
@@ -134,7 +143,7 @@ class Space(NamedTuple):
     yield from map(list, several)
 
   @property
-  def combinations(self) -> Iterator[tuple[tuple[str, Any], ...]]:
+  def combinations(self) -> Iterator[Choices]:
     """The combinations of choices, the first values first."""
     for values in itertools.product(*self.choices.values()):
       yield tuple(zip(self.choices, values, strict=True))

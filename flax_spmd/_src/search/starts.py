@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flax_spmd import presets
 from flax_spmd._src.rules.clauses import Fsdp, OptimizerOver
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.search.candidate import MIN_SIZE, Axis, Candidate
+from flax_spmd._src.search.candidate import MIN_SIZE, Axis, Candidate, Choices
 from flax_spmd._src.search.model_facts import ModelFacts
 from flax_spmd._src.search.space import Space
 
@@ -57,24 +57,31 @@ def starting_points(space: Space, limit: int) -> list[StartingPoint]:
   """Up to `limit` distinct legal starting points, presets first.
 
   If none is legal (as with more devices than sequences), axes that do not divide their dimensions are
-  dropped. At the end are the first of them under the other choices of the step's arguments, and with arrays in the
-  host's memory.
+  dropped. At the end are some under the other choices of the step's arguments, and with arrays in the host's memory.
   """
-  points = _legal(space, space.legal) or _legal(space, lambda one: space.legal(space.divisible(one)))
-  starts = [StartingPoint(candidate, name) for candidate, name in points.items()][:limit]
-  others: list[dict[str, Any]] = [{'choices': choices} for choices in list(space.combinations)[1:]]
-  others += [{'on_host': space.constraints.host}] if space.constraints.host else []
-  each = max(1, limit // (len(others) + 1))
-  chosen = [
-    StartingPoint(start.candidate._replace(**other), '' if 'on_host' in other else start.preset)
-    for other in others
-    for start in starts[:each]
-  ]
+  first, *others = space.combinations
+  host = space.constraints.host
+  starts = _under(space, first, limit)
+  each = max(1, limit // (len(others) + bool(host) + 1))
+  chosen = [start for choices in others[: limit - 1] for start in _under(space, choices, each)]
+  if host:
+    chosen += [StartingPoint(start.candidate._replace(on_host=host)) for start in starts[:each]]
   return [*starts[: max(1, limit - len(chosen))], *chosen][:limit]
 
 
-def _legal(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict[Candidate, str]:
-  """Legal candidates, with the name of their preset or ''."""
+def _under(space: Space, choices: Choices, limit: int) -> list[StartingPoint]:
+  """Up to `limit` starting points under a choice of the step's arguments."""
+  chosen = lambda one: one._replace(choices=choices)
+  points = _legal(space, lambda one: space.legal(chosen(one)), limit) or _legal(
+    space, lambda one: space.legal(space.divisible(chosen(one))), limit
+  )
+  return [StartingPoint(candidate, name) for candidate, name in points.items()]
+
+
+def _legal(
+  space: Space, legal: Callable[[Candidate], Candidate | None], limit: int
+) -> dict[Candidate, str]:
+  """Up to `limit` legal candidates, with the name of their preset or ''."""
   points: dict[Candidate, str] = {}
   for table in (_presets, _adapted_presets):
     for axes in space.meshes():
@@ -82,6 +89,8 @@ def _legal(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict
         one = legal(candidate)
         if one is not None:
           points.setdefault(one, '' if _has_idle_axis(one) else name)
+          if len(points) == limit:
+            return points
   return points
 
 

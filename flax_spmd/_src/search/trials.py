@@ -32,7 +32,7 @@ from flax_spmd._src.estimate.estimator import Estimator
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
+from flax_spmd._src.search.candidate import Candidate, Choices, layout_of, text_of
 from flax_spmd._src.search.corrections import corrected
 from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
@@ -47,9 +47,6 @@ from flax_spmd.errors import (
   SearchError,
   did_you_mean,
 )
-
-Choices = tuple[tuple[str, Any], ...]
-"""Arguments of the step, as name and value."""
 
 _CLOSE = 1e-3  # relative distance of estimates that differ by rules without an effect
 _MISFIT = 10.0  # factor on the time of a layout that needs too much memory
@@ -343,8 +340,13 @@ class Trials:
   def _estimate(
     self, variant: TaskVariant, name: str, layout: Layout, partition: bool = False
   ) -> Outcome:
-    [outcome] = _relative([_estimate(variant, name, layout, partition)], variant, self.first)
+    [outcome] = self._relative([_estimate(variant, name, layout, partition)], variant)
     return outcome
+
+  def _relative(self, outcomes: Sequence[Outcome], variant: TaskVariant) -> list[Outcome]:
+    """Outcomes of a variant with the size of its batch relative to the first variant's, and whether they fit into the budget."""
+    batch = variant.facts.batch_elements / self.first.facts.batch_elements
+    return [one._replace(batch=batch, fits=not one.error and fits(one, self.memory)) for one in outcomes]
 
   def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
     """The estimate of a candidate with another rule table on its mesh."""
@@ -357,7 +359,7 @@ class Trials:
     outcomes: dict[Candidate, Outcome] = {}
     for choices, group in self._by_choices(candidates).items():
       variant = self.variant(choices)
-      compiled = _relative(self._compile(variant.task, group), variant, self.first)
+      compiled = self._relative(self._compile(variant.task, group), variant)
       outcomes |= dict(zip(group, compiled, strict=True))
     return [outcomes[candidate] for candidate in candidates]
 
@@ -418,16 +420,10 @@ def _estimate(variant: TaskVariant, name: str, layout: Layout, partition: bool) 
       fails_alone = variant.estimator.reason and not isinstance(variant.task.train_step, TrainStep)
       if not fails_alone and not isinstance(error, (LayoutError, EstimatorError)):
         raise  # on every other mesh, too; a function of the layout may need axes that this mesh lacks
-      outcome = Outcome.failed(name, layout, str(error))._replace(source=ESTIMATED)
+      outcome = Outcome.failed(name, layout, str(error))._replace(source=source)
     if variant.cache:
       variant.cache.add(outcome)
   return outcome or Outcome.failed(name, layout, 'not estimated')
-
-
-def _relative(outcomes: Sequence[Outcome], variant: TaskVariant, first: TaskVariant) -> list[Outcome]:
-  """Outcomes of a variant with the size of its batch, relative to the first variant's."""
-  batch = variant.facts.batch_elements / first.facts.batch_elements
-  return [one._replace(batch=batch) for one in outcomes]
 
 
 def expected_seconds(outcome: Outcome) -> float:
