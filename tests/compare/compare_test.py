@@ -152,6 +152,19 @@ def test_the_difference(comparison):
     Fix: use one of data, fsdp, tensor, odd.""")
 
 
+@pytest.mark.parametrize('jobs', [0, -1])
+def test_a_number_of_compilers_below_one(jobs):
+  for call in (
+    lambda: compare(setup(), layouts(), TARGET, jobs=jobs),
+    lambda: spmd.search(setup(), TARGET, jobs=jobs),
+  ):
+    with pytest.raises(TargetDeviceError) as caught:
+      call()
+    assert str(caught.value) == (
+      f'jobs={jobs} is not a number of compilers.\nFix: pass 1 or more, or leave it out.'
+    )
+
+
 def test_json(comparison):
   content = json.loads(comparison.to_json())
   assert [one['name'] for one in content['layouts']] == ['data', 'fsdp', 'tensor', 'odd']

@@ -69,7 +69,7 @@ def test_the_program_and_its_memory_are_those_of_a_whole_compilation(tmp_path, m
   program = lower(
     TrainStep(step, create, jax.ShapeDtypeStruct((65536, 1024), jnp.float32)), layout, target
   )
-  [[early]] = compilation.compile_jobs([compilation.CompileJob([program], target)])
+  [[early]] = compilation.compile_jobs([compilation.CompileJob([program], target)], parallel=1)
   (tmp_path / 'program.mlir').write_bytes(program.code)
   command = [sys.executable, '-c', TO_THE_END, str(tmp_path), name]
   subprocess.run(command, check=True, env=os.environ | compiler_environment(target), capture_output=True)

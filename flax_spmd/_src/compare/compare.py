@@ -19,8 +19,8 @@ from flax_spmd._src.compare.compilation import (
   CompileJob,
   CompileResult,
   check_compiler,
+  checked_jobs,
   compile_jobs,
-  default_jobs,
   peak_of,
 )
 from flax_spmd._src.compare.hardware import Target, parse_target
@@ -72,7 +72,7 @@ def compare(
       arguments, or the second has no layout or something else.
     MeshError: the step constrains arrays on a mesh of its own, if no layout can be lowered; else a row shows it.
     TargetDeviceError: the target is unknown, cannot be compiled for on this machine, or differs from a mesh
-      in its number of devices.
+      in its number of devices; or `jobs` is less than 1.
     Exception: any error that the step raises while it is traced, if no layout can be lowered.
 
   Example:
@@ -90,11 +90,11 @@ def compare(
     (65536, 8192)
   """
   check_train_step(train_step, 'compare')
+  parallel = checked_jobs(jobs)
   parsed, rows = parse_target(target, hardware), _named(layouts)
   if any(isinstance(row, Layout) for row in rows.values()):
     check_compiler(parsed)  # before tracing; a pipeline's target, a rank's share, is checked after it
   lowered, failed = _lower_rows(train_step, rows, parsed)
-  parallel = jobs or default_jobs()
   work = {name: _compile_jobs(one, parsed, parallel) for name, one in lowered.items()}
   every, finished = [job for each in work.values() for job in each], itertools.count(1)
   with progress(show, len(every), f'compiling for {parsed.text}') as update:

@@ -96,7 +96,7 @@ def compile_jobs(
   jobs: Sequence[CompileJob],
   *,
   hardware: str | os.PathLike[str] | None = None,
-  parallel: int | None = None,
+  parallel: int,
   done: Callable[[int, list[CompileResult]], None] = lambda number, results: None,
 ) -> list[list[CompileResult]]:
   """Runs compile jobs in parallel.
@@ -104,7 +104,7 @@ def compile_jobs(
   Args:
     jobs: the jobs, each with its target.
     hardware: TOML file that describes the targets' chips, if they are not built in.
-    parallel: number of jobs that run in parallel. Default: half of the CPU's cores.
+    parallel: number of jobs that run in parallel.
     done: callback with the index and the results of each finished job.
 
   Raises:
@@ -118,13 +118,21 @@ def compile_jobs(
     done(numbered[0], results)
     return results
 
-  with ThreadPoolExecutor(parallel or default_jobs()) as pool:
+  with ThreadPoolExecutor(parallel) as pool:
     return list(pool.map(run, enumerate(jobs)))
 
 
-def default_jobs() -> int:
-  """The number of compilers that run in parallel if the caller gives none: half of the CPU's cores."""
-  return max(1, (os.cpu_count() or 2) // 2)
+def checked_jobs(jobs: int | None) -> int:
+  """The number of compilers that run in parallel; by default half of the CPU's cores.
+
+  Raises:
+    TargetDeviceError: it is less than 1.
+  """
+  if jobs is not None and jobs < 1:
+    raise TargetDeviceError(
+      f'jobs={jobs} is not a number of compilers.\nFix: pass 1 or more, or leave it out.'
+    )
+  return jobs or max(1, (os.cpu_count() or 2) // 2)
 
 
 def check_compiler(target: Target) -> None:

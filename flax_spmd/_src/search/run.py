@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.compare.compilation import default_jobs
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
@@ -244,7 +243,7 @@ class SearchRun:
   ) -> None:
     """Compiles in groups, so that an interruption or the time limit loses one group at most."""
     trials = trials or self.trials
-    jobs = trials.task.jobs or default_jobs()
+    jobs = trials.task.jobs
     with progress(self.show, len(selected), 'compiling') as update:
       for number, group in enumerate(chunks(selected, jobs)):
         if number and self._is_late():

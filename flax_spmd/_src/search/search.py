@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_spmd._src.compare.compilation import check_compiler
+from flax_spmd._src.compare.compilation import check_compiler, checked_jobs
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -108,7 +108,7 @@ def search(
   Raises:
     SearchError: constraints that cannot be met; lists all of them.
     InfeasibleError: no layout fits; names the smallest, and by how much it exceeds the budget.
-    TargetDeviceError: an unknown target, or one without a compiler on this machine.
+    TargetDeviceError: an unknown target, or one without a compiler on this machine; or `jobs` is less than 1.
     PipelineError: the step cannot be cut into the stages of a schedule.
     TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
     Exception: any exception of the step while it is traced.
@@ -135,7 +135,7 @@ def search(
   _check(hardware_target, top, candidates, values)
   check_pipelines(pipelines, hardware_target)
   axes = axes_named(mesh, pin, batch_only, hardware_target.devices)
-  task = SearchTask(train_step, hardware_target, hardware, jobs, fresh, axes)
+  task = SearchTask(train_step, hardware_target, hardware, checked_jobs(jobs), fresh, axes)
   first = lower_variant(task, first_choices(values))
   constraints_on = functools.partial(
     constraints_of,

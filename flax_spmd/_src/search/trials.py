@@ -67,7 +67,7 @@ class SearchTask(NamedTuple):
   train_step: TrainStepLike
   target: Target
   hardware: str | os.PathLike[str] | None = None
-  jobs: int | None = None
+  jobs: int = 1
   fresh: bool = False
   axes: Mapping[str, int] = MappingProxyType({})
 
