@@ -210,14 +210,14 @@ def _terms(before, after, producer, uses, fixed) -> tuple[list[_Term], set[Equat
     atom, changes = term = pending.pop()
     one = producer.get(atom) if isinstance(atom, Value) and uses[atom] == 1 else None
     operand = None if one is None else _changed_linearly(one, fixed)
-    if operand is not None:
+    if one is not None and operand is not None:
       pending.append(_Term(operand, ((operand, one), *changes)))
+      between.add(one)
     elif one is not None and one.name in ('add', 'add_any') and _same_shapes(one):
       pending += [_Term(summand, changes) for summand in one.inputs]
+      between.add(one)
     else:
       terms.append(term)
-      continue
-    between.add(one)
   return terms, between
 
 
