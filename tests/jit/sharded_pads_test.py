@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd import pipeline
 from flax_spmd._src.jit.sharded_pads import SHARDED_PADS
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 
 LAYOUT = spmd.Layout({'data': 4, 'model': 2}, (('batch', 'data'), ('seq', 'model')))
 NUMBERS = np.random.default_rng(0)
@@ -75,6 +77,27 @@ def test_the_gradient_of_an_associative_scan_over_a_sharded_dimension(is_named):
   assert any(SHARDED_PADS in text for text in texts) == is_named == (len(texts) > 0)
   is_right = np.allclose(found, jax.grad(loss)(X), rtol=1e-4, atol=1e-3)
   assert is_right != is_named  # if XLA has mended this, it can go
+
+
+def test_a_stage_is_named_before_xla_may_fail_to_compile_it(monkeypatch):
+  layout = spmd.Layout({'stage': 2, 'data': 2, 'model': 2}, (('batch', 'data'), ('seq', 'model')))
+
+  def step(weight, batch):
+    def loss(weight, x):
+      x = spmd.with_logical_constraint(pipeline.stage_end(jnp.tanh(x * weight)), ('batch', 'seq', None))
+      return jnp.sum(spmd.with_logical_constraint(x[:, ::3], ('batch', None, None)) ** 2 * WEIGHTS)
+
+    return pipeline.accumulate(lambda x: jax.grad(loss)(weight, x), batch, pipeline.GPipe(2))
+
+  def failing(stages):
+    raise RuntimeError('XLA fails')
+
+  monkeypatch.setattr(LoweredStages, 'compile', failing)
+  with (
+    pytest.warns(UserWarning, match=re.escape(SHARDED_PADS)),
+    pytest.raises(RuntimeError, match='XLA fails'),
+  ):
+    layout.pipeline_jit(step)(np.float32(2), np.stack([X, -X]))
 
 
 def test_every_random_padding_that_xla_computes_wrongly_is_named():

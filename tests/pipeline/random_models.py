@@ -4,7 +4,7 @@
     state = case.layout.pipeline_jit(case.step, **case.options)(case.state, case.batch, case.key)
 
 A seed draws a schedule with up to 12 stages, the number of microbatches, a mesh, the operations of every stage, the
-optimizer, the reductions and the arguments of `pipeline_jit`.
+shardings of weights and results, the optimizer, the reductions and the arguments of `pipeline_jit`.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import pipeline as pp
@@ -167,8 +168,12 @@ OPERATIONS = [
 ]
 
 
-def random_model(rng, stages):
-  """A loss, with predictions and statistics beside it, of parameters and a microbatch."""
+def random_model(rng, names):
+  """A loss, with predictions and statistics beside it, of parameters and a microbatch.
+
+  `names` has those of the dimensions that the result of each stage is constrained by, or None.
+  """
+  stages = len(names)
   plan = [rng.choice(len(OPERATIONS), rng.integers(1, 4)) for _ in range(stages)]
   last_end, with_tree = bool(rng.integers(2)), bool(rng.integers(2))
   tied = bool(rng.integers(2))
@@ -178,6 +183,8 @@ def random_model(rng, stages):
     for stage, operations in enumerate(plan):
       for number in operations:
         one.h = OPERATIONS[number](one, stage)
+      if names[stage] is not None:
+        one.h = spmd.with_logical_constraint(one.h, names[stage])
       if stage < stages - 1 or last_end:
         if with_tree:
           marked = {'h': one.h, 'auxiliary': one.auxiliary, 'index': one.index}
@@ -227,12 +234,12 @@ OPTIMIZERS = [
 ]
 
 
-def random_step(rng, schedule, microbatches, split, second):
+def random_step(rng, schedule, microbatches, split, second, names):
   """A step of `(params, optimizer state, average of the parameters)` on a batch, and its optimizer.
 
   `second` is a second call of the model on every microbatch: by the 'same' parameters, by their 'average', or None.
   """
-  loss, tx = random_model(rng, schedule.stages), OPTIMIZERS[rng.integers(len(OPTIMIZERS))]()
+  loss, tx = random_model(rng, names), OPTIMIZERS[rng.integers(len(OPTIMIZERS))]()
   total = (pp.Mean, pp.Add)[rng.integers(2)]
   rows = (pp.Stack(), pp.Concat(), pp.Stack(axis=1))[rng.integers(3)]
   auxiliary = {'predictions': rows, 'logits': (pp.Max, rows)[rng.integers(2)]}
@@ -281,6 +288,20 @@ def random_batch(rng, microbatches, split):
   return rng.normal(size=(*shape, WIDTH)), tokens, targets
 
 
+# -- shardings
+
+
+def random_names(rng, stages):
+  names = [None, ('batch', 'columns'), (None, 'columns'), ('batch', None), (None, None)]
+  return [names[number] for number in rng.integers(len(names), size=stages)]
+
+
+def random_rules(rng, stages):
+  specs = [P(), P('model'), P(None, 'model'), P('data'), P('data', 'model'), P(None, 'data')]
+  weights = ((f'w{stage}$', specs[rng.integers(len(specs))]) for stage in range(stages))
+  return ('batch', 'data'), ('columns', 'model'), *weights
+
+
 # -- cases
 
 
@@ -304,10 +325,14 @@ def random_case(seed, devices=None):
   microbatches = int(rng.choice(supported))
   split = microbatches if rng.integers(2) else None
   second = np.random.default_rng((seed, 1)).choice([None, None, 'same', 'average'])
-  step, tx = random_step(rng, schedule, microbatches, split, second)
+  sharded = np.random.default_rng((seed, 2))
+  names = random_names(sharded, schedule.stages)
+  step, tx = random_step(rng, schedule, microbatches, split, second, names)
   inside = 2 if schedule.ranks <= 4 and rng.integers(2) else 1
-  devices = (jax.devices() if devices is None else devices)[: schedule.ranks * inside]
-  mesh = spmd.make_mesh({'stage': schedule.ranks, 'data': inside}, devices=devices)
+  devices = jax.devices() if devices is None else devices
+  model = 2 if 2 * schedule.ranks * inside <= len(devices) and sharded.integers(3) else 1
+  sizes = {'stage': schedule.ranks, 'data': inside, 'model': model}
+  mesh = spmd.make_mesh(sizes, devices=devices[: schedule.ranks * inside * model])
   options = {'threads': bool(rng.integers(2))} | ({'donate_argnums': 0} if rng.integers(2) else {})
   options |= {'host_after': int(rng.integers(1, 4))} if rng.integers(2) else {}
   print(
@@ -317,4 +342,6 @@ def random_case(seed, devices=None):
   batch, key = random_batch(rng, microbatches, split), jax.random.key(seed)
   rows = ('batch',) if split else (None, 'batch')
   state = params, tx.init(params), params
-  return Case(step, state, batch, key, rows, spmd.Layout(mesh, (('batch', 'data'),)), options)
+  return Case(
+    step, state, batch, key, rows, spmd.Layout(mesh, random_rules(sharded, schedule.stages)), options
+  )

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
-from flax_spmd.pipeline import GPipe, Mean, accumulate, stage_end
+from flax_spmd.pipeline import DualPipeV, GPipe, Mean, ZeroBubbleV, accumulate, stage_end
 from tests.pipeline.cases import assert_same, normal
 
 LAYOUT = spmd.Layout({'stage': 2, 'data': 4}, ())
@@ -50,6 +50,31 @@ def test_equals_jit(stage, axes):
 
   placed = jax.device_put((X, OTHER), NamedSharding(LAYOUT.mesh, PartitionSpec(*axes)))
   assert_same(LAYOUT.pipeline_jit(fn)(*placed), jax.jit(fn)(X, OTHER), 1e-4)
+
+
+@pytest.mark.parametrize('schedule', [DualPipeV(2), ZeroBubbleV(2)], ids=str)
+def test_a_backward_that_is_split_in_some_microbatches(schedule):
+  """Its results have one sharding, whether gradients of weights are computed in the same program or not."""
+  layout = spmd.Layout(
+    {'stage': 2, 'data': 2, 'model': 2},
+    (('batch', 'data'), ('columns', 'model'), ('w.', PartitionSpec(None, 'model'))),
+  )
+
+  def attended(x, w):
+    return jnp.tanh(x + jax.nn.softmax(x @ w @ x.T) @ x)
+
+  def step(weights, x):
+    def loss(weights, x):
+      x = stage_end(jnp.tanh(jnp.cumsum(x @ weights['w0'], 0)))
+      x = stage_end(attended(x, weights['w1']))
+      x = stage_end(spmd.with_logical_constraint(jnp.tanh(x @ weights['w2']), (None, 'columns')))
+      return jnp.mean(attended(x, weights['w3']) ** 2)
+
+    return accumulate(lambda x: jax.grad(loss)(weights, x), x, schedule)
+
+  weights, batch = {f'w{number}': normal(number, 8, 8) for number in range(4)}, X.reshape(6, 4, 8)
+  args = layout.shard(weights), layout.shard(batch, (None, 'batch'))
+  assert_same(layout.pipeline_jit(step)(*args), jax.jit(step)(weights, batch), 1e-4)
 
 
 @pytest.mark.parametrize('once', [False, True])

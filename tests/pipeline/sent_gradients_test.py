@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import flax_spmd as spmd
 from flax_spmd.pipeline import Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
 from tests.pipeline.cases import LAYOUT, STAGES, assert_same, normal, weight
 
@@ -92,3 +93,39 @@ def test_sums_that_stay_on_their_ranks(change, after, schedule):
   assert_same(result, jax.jit(step)(PARAMS, BATCH))
   for rank, layer in enumerate(new):
     assert {device.id // 2 for device in layer['w'].devices()} == {rank}
+
+
+CHANGES = {
+  'a constraint': lambda w: spmd.with_logical_constraint(w, ('words', 'embed')),
+  'a cast': lambda w: w.astype('bfloat16').astype('float32'),
+  'a factor': lambda w: w / 3 * 2,
+  'a transpose': lambda w: (2 * w.T).reshape(2, -1).reshape(w.T.shape).T,
+}
+
+
+@pytest.mark.parametrize('tied', ['before', 'after', 'both'])
+@pytest.mark.parametrize('change', CHANGES)
+@pytest.mark.filterwarnings('error')
+def test_a_tied_weight_that_is_changed_before_its_stages_read_it(change, tied):
+  """So is the sum of its gradients, and each stage changes its own term."""
+  layout = spmd.Layout({'stage': 2, 'data': 2, 'model': 2}, (('batch', 'data'), ('embed', 'model')))
+
+  def step(params, batch):
+    def loss(params, x):
+      w = params['w'] if tied == 'after' else CHANGES[change](params['w'])
+      return jnp.mean((stage_end(jnp.tanh(x @ w)) @ params['w2'] @ w) ** 2) + jnp.sum(w**2)
+
+    def of_microbatch(x):
+      grads = jax.grad(loss)(params, x)
+      return grads if tied == 'before' else grads | {'w': CHANGES[change](grads['w'])}
+
+    return accumulate(of_microbatch, batch, OneFOneB(2))
+
+  params = {'w': weight(0, 32, 32), 'w2': weight(1, 32, 32)}
+  pipelined = layout.pipeline_jit(step)
+  sent = [
+    line for line in pipelined.lower(params, BATCH).as_text().splitlines() if 'rank 1 -> rank 0' in line
+  ]
+  assert sent[-1].count('[') > sent[0].count('[') == 1, sent  # the sum of the second stage's terms, once
+  tolerance = 1e-2 if change == 'a cast' else 1e-5
+  assert_same(pipelined(params, BATCH), jax.jit(step)(params, BATCH), tolerance)

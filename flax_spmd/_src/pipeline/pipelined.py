@@ -557,11 +557,12 @@ class LoweredPipelineStep:
     begin = time.perf_counter()
     mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
     self._check_agreement(stages)
+    lowered = lambda: (one.lowered for _, one in stages.lower())
+    with compat.shardy():  # before XLA compiles them: it may fail, too
+      warn_of_doubtful_operations(
+        setting.name, self._traced.jaxpr, lowered, setting.ranks[0], setting.reported
+      )
     executables = stages.compile()
-    lowered = lambda: (one.lowered for one in stages.programs.values())
-    warn_of_doubtful_operations(
-      setting.name, self._traced.jaxpr, lowered, setting.ranks[0], setting.reported
-    )
     assembler = Assembler(stages, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1

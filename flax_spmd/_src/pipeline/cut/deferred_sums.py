@@ -273,20 +273,20 @@ class _Program:
       return [(0, 1)]
     if one.name in ('mul', 'dot_general'):
       return [(0,), (1,)]
-    if one.name in _LINEAR or (one.name == 'div' and _is_inexact(one.outputs[0])):
+    if one.name in _LINEAR or (one.name == 'div' and eq.is_inexact(one.outputs[0])):
       return [(0,)]
     if one.name in _SCATTERED_SUMS or (
       one.name == 'scatter' and (one.params['unique_indices'] or _is_zero(one.inputs[2], self.producer))
     ):
       return [(0, 2)]
     if one.name == 'gather':
-      return [(0,)] if one.params['fill_value'] in (None, 0) and _is_inexact(one.outputs[0]) else []
+      return [(0,)] if one.params['fill_value'] in (None, 0) and eq.is_inexact(one.outputs[0]) else []
     if one.name == 'reduce_precision':
       return [(0,)] if one.params['mantissa_bits'] >= 7 and one.params['exponent_bits'] >= 5 else []
     if one.name in ('complex', 'concatenate', 'optimization_barrier', 'select_n', 'stack'):
       return [tuple(range(one.name == 'select_n', len(one.inputs)))]
     if one.name == 'convert_element_type':
-      return [(0,)] if _is_inexact(one.inputs[0]) and _is_inexact(one.outputs[0]) else []
+      return [(0,)] if eq.is_inexact(one.inputs[0]) and eq.is_inexact(one.outputs[0]) else []
     if one.name == 'sharding_constraint':
       spec = getattr(one.params['sharding'], 'spec', axes)
       return [] if any(axis in axes for entry in spec for axis in axis_names(entry)) else [(0,)]
@@ -355,12 +355,6 @@ _NAMES = (
 )
 _LINEAR = frozenset(_NAMES.split())
 """Operations that are linear in their first operand."""
-
-
-def _is_inexact(atom: Atom) -> bool:
-  """Whether it has real or complex numbers of 16 bits or more, to which others are rounded with a small error."""
-  dtype = eq.abstract(atom).dtype
-  return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
 class _Parts:

@@ -290,3 +290,9 @@ def abstract(atom: Atom) -> jax.ShapeDtypeStruct:
   """Shape, dtype and weak type of an atom."""
   aval: Any = atom.aval
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, 'weak_type', False))
+
+
+def is_inexact(atom: Atom) -> bool:
+  """Whether it has real or complex numbers of 16 bits or more, to which others are rounded with a small error."""
+  dtype = abstract(atom).dtype
+  return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1

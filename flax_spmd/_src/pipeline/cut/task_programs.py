@@ -5,7 +5,8 @@
     ('wgrad', 0)   the gradients of its weights, where the schedule splits them from the backward
 
 The split changes the traced program in three ways. A sum that several stages add to, the gradient of a
-shared weight, becomes one sum per stage, added up after the loop. A value that costs nothing to compute
+shared weight, becomes one sum per stage, added up after the loop. A cast, constraint or constant factor of
+the gradient then changes each of its terms. A value that costs nothing to compute
 is recomputed where it is used, not sent. The residuals of each stage are chosen anew: see `residuals`.
 """
 
@@ -169,9 +170,9 @@ def _split_sums(cut: StageAssignment) -> list[int]:
   uses = Counter(value for equation in body.equations for value in equation.values)
   uses.update(atom for atom in body.results if isinstance(atom, Value))
   producer = {value: equation for equation in body.equations for value in equation.outputs}
-  carried, updated, origins = [], [], []
+  carried, updated, origins, fixed = [], [], [], body.inputs
   for origin, (before, after) in enumerate(zip(body.carried, body.updated, strict=True)):
-    parts = _terms(before, after, producer, uses) if before.bytes > SPLIT_FROM else None
+    parts = _terms(before, after, producer, uses, fixed) if before.bytes > SPLIT_FROM else None
     sums = [(before, after)] if parts is None else _sums(cut, before, producer[after], *parts, producer)
     carried += [one for one, _ in sums]
     updated += [one for _, one in sums]
@@ -180,8 +181,20 @@ def _split_sums(cut: StageAssignment) -> list[int]:
   return origins
 
 
-def _terms(before, after, producer, uses) -> tuple[list[Atom], list[Equation]] | None:
-  """The terms added to a carried value in a pass, and the additions; None if it is not a sum."""
+class _Term(NamedTuple):
+  """A term of a sum.
+
+  Attributes:
+    atom: the term, before any change.
+    changes: the equations that change it on its way to the sum, in order, each with the operand that is the term.
+  """
+
+  atom: Atom
+  changes: tuple[tuple[Value, Equation], ...]
+
+
+def _terms(before, after, producer, uses, fixed) -> tuple[list[_Term], set[Equation]] | None:
+  """The terms added to a carried value in a pass, and the equations that change and add them; None if it is not a sum."""
   last = producer.get(after)
   if (
     last is None
@@ -191,22 +204,37 @@ def _terms(before, after, producer, uses) -> tuple[list[Atom], list[Equation]] |
     or uses[after] > 1
   ):
     return None
-  terms, additions = [], []
-  pending = [one for one in last.inputs if one is not before]
+  terms, between = [], {last}
+  pending = [_Term(one, ()) for one in last.inputs if one is not before]
   while pending:
-    atom = pending.pop()
-    addition = producer.get(atom) if isinstance(atom, Value) else None
-    if (
-      addition is not None
-      and addition.name in ('add', 'add_any')
-      and uses[atom] == 1
-      and _same_shapes(addition)
-    ):
-      additions.append(addition)
-      pending += addition.inputs
+    atom, changes = term = pending.pop()
+    one = producer.get(atom) if isinstance(atom, Value) and uses[atom] == 1 else None
+    operand = None if one is None else _changed_linearly(one, fixed)
+    if one is not None and operand is not None:
+      pending.append(_Term(operand, ((operand, one), *changes)))
+      between.add(one)
+    elif one is not None and one.name in ('add', 'add_any') and _same_shapes(one):
+      pending += [_Term(summand, changes) for summand in one.inputs]
+      between.add(one)
     else:
-      terms.append(atom)
-  return terms, additions
+      terms.append(term)
+  return terms, between
+
+
+def _changed_linearly(one: Equation, fixed: set[Value]) -> Value | None:
+  """The operand that an operation changes linearly, alike in each pass, and with as many elements as before."""
+  varying = [value for value in one.values if value not in fixed]
+  is_linear = one.name == 'mul' or (one.name in _LINEAR and one.inputs[:1] == varying)
+  if len(varying) != 1 or not is_linear:
+    return None
+  [operand], [result] = varying, one.outputs
+  keeps_size = operand.aval.size == result.aval.size
+  return operand if keeps_size and eq.is_inexact(operand) and eq.is_inexact(result) else None
+
+
+_LINEAR = frozenset(
+  {'convert_element_type', 'copy', 'div', 'neg', 'reshape', 'sharding_constraint', 'transpose'}
+)
 
 
 def _same_shapes(addition: Equation) -> bool:
@@ -217,30 +245,34 @@ def _same_shapes(addition: Equation) -> bool:
   )
 
 
-def _sums(cut, before, last, terms, additions, producer) -> list[tuple[Value, Value]]:
+def _sums(cut, before, last, terms, between, producer) -> list[tuple[Value, Value]]:
   """One sum for each stage with terms: its value before and after a pass."""
-  by_stage: dict[int, list[Atom]] = defaultdict(list)
-  anywhere = [term for term in terms if term not in producer]
+  by_stage: dict[int, list[_Term]] = defaultdict(list)
+  anywhere = [term for term in terms if term.atom not in producer]
   for term in terms:
-    if term in producer:
-      by_stage[cut.positions.stage(cut.position[producer[term]])].append(term)
+    if term.atom in producer:
+      by_stage[cut.positions.stage(cut.position[producer[term.atom]])].append(term)
   if len(by_stage) < 2:
     return [(before, last.outputs[0])]
-  removed = {*additions, last}
   index = cut.body.equations.index(last)
   new: list[Equation] = []
   sums = []
   for number, stage_terms in enumerate(by_stage.values()):
-    start = current = before if number == 0 else Value(before.aval)
-    at = max(cut.position[producer[term]] for term in stage_terms)
-    for term in stage_terms + (anywhere if number == 0 else []):
-      total = Value(last.outputs[0].aval)
-      new.append(last.on([current, term], [total]))
-      cut.position[new[-1]] = at
-      current = total
-    sums.append((start, current))
+    start = total = before if number == 0 else Value(before.aval)
+    at = max(cut.position[producer[term.atom]] for term in stage_terms)
+    added: list[Equation] = []
+    for current, changes in stage_terms + (anywhere if number == 0 else []):
+      for operand, one in changes:
+        inputs = [current if atom is operand else atom for atom in one.inputs]
+        added.append(one.on(inputs, [Value(one.outputs[0].aval)]))
+        [current] = added[-1].outputs
+      added.append(last.on([total, current], [Value(last.outputs[0].aval)]))
+      [total] = added[-1].outputs
+    cut.position.update(dict.fromkeys(added, at))
+    new += added
+    sums.append((start, total))
   rest = cut.body.equations
-  cut.body.equations[:] = [one for one in rest[:index] if one not in removed] + new + rest[index + 1 :]
+  cut.body.equations[:] = [one for one in rest[:index] if one not in between] + new + rest[index + 1 :]
   return sums
 
 

@@ -83,14 +83,16 @@ class LoweredStages:
   ):
     self.call_list, self.meshes, self.arguments = call_list, meshes, arguments
     self.programs: dict[StageProgram, LoweredStage] = {}
-    self._given, self._donatable = specs, donatable
+    self._specs, self._donatable = dict(specs), donatable
     self._shardings: dict[tuple[PartitionSpec, int, bool], NamedSharding] = {}
-    self._origin: dict[Buffer, tuple[StageProgram, int]] = {}
+    self._origin: dict[Buffer, Value] = {}  # the value that the programs of a buffer compute
     for one in call_list.calls:
       for number, buffer in enumerate(one.outputs):
-        if buffer.value not in specs:
-          is_call = isinstance(one, Call)
-          self._origin[buffer] = (one.program, number) if is_call else self._origin[one.inputs[number]]
+        if isinstance(one, Call):
+          inner = one.program.outputs[number]
+          self._origin[buffer], _ = one.program.ports.get(inner, (buffer.value, 0))
+        else:
+          self._origin[buffer] = self._origin.get(one.inputs[number], buffer.value)
     self._last = _used_last(call_list, donatable)
 
   def lower(self, platform: str | None = None) -> Iterator[tuple[StageProgram, LoweredStage]]:
@@ -132,16 +134,16 @@ class LoweredStages:
 
   def spec(self, buffer: Buffer) -> PartitionSpec:
     """The spec of a buffer, whose program is lowered."""
-    if buffer.value in self._given:
-      return self._given[buffer.value]
-    if buffer not in self._origin:  # a closed-over array
-      return PartitionSpec()
-    program, number = self._origin[buffer]
-    return self.programs[program].specs[number]
+    spec = self._known_spec(buffer)
+    return PartitionSpec() if spec is None else spec  # that of a closed-over array
+
+  def _known_spec(self, buffer: Buffer) -> PartitionSpec | None:
+    """The spec of a buffer that is given, or that another program of its value has; None if a program may choose it."""
+    spec = self._specs.get(buffer.value)
+    return self._specs.get(self._origin.get(buffer, buffer.value)) if spec is None else spec
 
   def _lower(self, call: Call, platform: str | None) -> LoweredStage:
-    old = {buffer.value: self.spec(buffer) for buffer in call.inputs}  # a new version keeps its spec
-    results = [old.get(buffer.value, self._given.get(buffer.value)) for buffer in call.outputs]
+    results = [self._known_spec(buffer) for buffer in call.outputs]
     if not call.inputs:  # then only the results place it on its devices
       results = [spec or PartitionSpec() for spec in results]
     donated = self._donated(call, results)
@@ -168,7 +170,10 @@ class LoweredStages:
         lowered = traced.lower()
       else:
         lowered = compat.lower_for_target(traced, platform, mesh.abstract_mesh)
-    return LoweredStage(lowered, donated, compat.required_results(lowered, mesh))
+    specs = compat.required_results(lowered, mesh)
+    for buffer, spec in zip(call.outputs, specs, strict=True):
+      self._specs.setdefault(self._origin[buffer], spec)
+    return LoweredStage(lowered, donated, specs)
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
     """The inputs whose memory a result can reuse. The caller's arguments come first: others are freed anyway."""
