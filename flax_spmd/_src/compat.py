@@ -827,6 +827,15 @@ def with_settings(fn: Callable[..., Any]) -> Callable[..., Any]:
 _STATES: tuple[Any, ...] = tuple(jax_config.config_states.values())
 
 
+def may_run_at_once(meshes: Iterable[Mesh]) -> bool:
+  """Whether several threads may dispatch programs, each for one of these meshes.
+
+  XLA for CPUs before jax 0.12 may run two of them with collectives at once, without threads for both: they never end.
+  """
+  several = (mesh.devices.flat[0] for mesh in meshes if mesh.size > 1)
+  return jax.__version_info__ >= (0, 12) or all(device.platform != 'cpu' for device in several)
+
+
 def shardy() -> contextlib.AbstractContextManager[None]:
   """A block in which programs are partitioned by Shardy, whatever the option for GSPMD, its predecessor."""
   return jax_config.use_shardy_partitioner(True)

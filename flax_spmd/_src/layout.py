@@ -555,7 +555,8 @@ class Layout:
         the work balanced as well as these allow. Has to equal the schedule's number of stages.
       threads: whether each rank has its own dispatch thread. Useful if dispatch blocks: small programs on
         CPUs, and programs that call back into Python. A mesh of several processes is dispatched by one
-        thread per process in any case.
+        thread per process in any case; so are ranks of several CPUs with JAX before 0.12, whose collectives
+        may otherwise wait for each other without end.
       timeout: seconds that a transfer between processes may take, with the time for which one waits for the
         other. Then all processes end the step with an error that names the rank. If the step has returned, as on
         GPUs, the error is on stderr and the next step raises it; a process that makes none within 5 s ends. The

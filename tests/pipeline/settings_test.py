@@ -56,6 +56,15 @@ def test_equal_to_jit_in_the_same_block(block):
       np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize('data', [1, 2])
+def test_threads_of_ranks_of_several_cpus(data):
+  """Before JAX 0.12 their collectives could wait for each other, as in random model 9112."""
+  layout = spmd.Layout({'stage': 2, 'data': data}, (('batch', 'data'),))
+  arguments = *jax.tree.map(jnp.asarray, (WEIGHTS, BATCH)), jax.random.key(3)
+  compiled = layout.pipeline_jit(step, schedule=OneFOneB(2), threads=True).lower(*arguments).compile()
+  assert (compiled.machine.threads is None) == (data > 1 and jax.__version_info__ < (0, 12))
+
+
 @pytest.mark.parametrize('threads', [True, False])
 def test_debug_nans_raises(threads):
   def step(w, batch):

@@ -565,7 +565,8 @@ class LoweredPipelineStep:
     executables = stages.compile()
     assembler = Assembler(stages, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
-    threads = setting.threads and len(setting.processes) == 1
+    has_order = len(setting.processes) > 1 or not compat.may_run_at_once(setting.ranks)
+    threads = setting.threads and not has_order
     machine = assembler.machine(self._joined.results, threads)
     temporaries = {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()}
     peaks, host_peaks = memory.peaks(stages, temporaries)
