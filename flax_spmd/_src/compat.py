@@ -827,8 +827,8 @@ def with_settings(fn: Callable[..., Any]) -> Callable[..., Any]:
 _STATES: tuple[Any, ...] = tuple(jax_config.config_states.values())
 
 
-def may_run_at_once(meshes: Iterable[Mesh]) -> bool:
-  """Whether several threads may dispatch programs, each for one of these meshes.
+def may_run_at_once(meshes: Iterable[Any]) -> bool:
+  """Whether several threads may dispatch programs, each for one of these concrete meshes.
 
   XLA for CPUs before jax 0.12 may run two of them with collectives at once, without threads for both: they never end.
   """
