@@ -421,16 +421,19 @@ def test_a_sum_that_is_cut_along_another_dimension_too_is_not_scattered(uses):
   assert counts['all-reduce'] == pytest.approx(compiled(train, layout).by_kind()['all-reduce'], rel=0.01)
 
 
-def test_an_activation_is_gathered_again_for_the_gradient_of_a_weight():
-  """Devices are grouped in another way then, and XLA does not merge the two."""
-  shapes, names = {'w': (WIDTH, ROWS)}, {'w': (None, 'columns')}
+@pytest.mark.parametrize(
+  ('rows', 'columns'), [(None, 'columns'), ('rows', 'columns'), (None, None), (None, 'both')]
+)
+def test_an_activation_is_gathered_again_for_the_gradient_of_a_weight(rows, columns):
+  """XLA groups devices in another way then, and does not merge the two, if the weight has the shards of the result."""
+  shapes, names = {'w': (WIDTH, ROWS)}, {'w': (rows, columns)}
 
   def loss(state, batch):
     x = spmd.with_logical_constraint(jnp.tanh(batch['x']), ('batch', None, 'columns'))
     return jnp.sum(spmd.with_logical_constraint(x @ state['w'].unbox(), ('batch', None, 'columns')) ** 2)
 
-  layout = spmd.Layout(TWO, (('batch', 'data'), ('columns', 'model')))
-  assert_as_compiled(updated(loss, shapes, names, LONG), layout)
+  axes = {'batch': 'data', 'columns': 'model', 'rows': 'data', 'both': ('model', 'data')}
+  assert_as_compiled(updated(loss, shapes, names, LONG), spmd.Layout(TWO, tuple(axes.items())))
 
 
 def test_gradients_that_a_scan_stacks_are_scattered():

@@ -367,9 +367,9 @@ class _CostWalk(UnsureOperations):
     if required.is_settled and self._are_resharded(op, required):
       required = required._replace(halos=())
     required = self.settled(op, required, times)
-    for value, spec in zip(op.operands, required.operands):
+    for position, (value, spec) in enumerate(zip(op.operands, required.operands)):
       self.doubt_moves(op, value, spec, times)
-      is_grouped = op.kind == 'dot_general' and self._is_grouped(value, spec, required)
+      is_grouped = op.kind == 'dot_general' and self._is_grouped(op, position, required)
       self.bring(value, spec or self.specs[value], times, op.source, is_grouped)
     for value, ops in zip(op.operands, required.exchanges):
       self.exchange(value, ops, times, op.source)
@@ -549,18 +549,22 @@ class _CostWalk(UnsureOperations):
     self.combiner.extend(taken[1])
     return max(branch[2] for branch in branches) + sum(map(self.bytes_of, op.results))
 
-  def _is_grouped(self, value: int, spec: Spec | None, required: Requirement) -> bool:
+  def _is_grouped(self, op: Op, position: int, required: Requirement) -> bool:
     """Whether an activation is gathered for a product by groups of devices that compute parts of its result.
 
     XLA does not merge such a gather with that for the gradient of a weight, where no group has a part of the result: it
-    writes their groups of devices in two ways.
+    writes their groups of devices in two ways. It forms groups only if the other operand has the shards of the result.
     """
-    natural = required.natural_sharding
-    return (
-      spec is not None
-      and value not in self.analyzed.argument_derived
-      and not used_axes(spec).isdisjoint(used_axes(natural or ()))
+    value, spec, natural = op.operands[position], required.operands[position], required.natural_sharding
+    if spec is None or value in self.analyzed.argument_derived:
+      return False
+    other, needed = op.operands[1 - position], required.operands[1 - position]
+    summed = op.attributes.get(f'{("rhs", "lhs")[position]}_contracting_dimensions', ())
+    keeps = all(
+      one == wanted or dim in summed
+      for dim, (one, wanted) in enumerate(zip(self.specs[other], needed or self.specs[other]))
     )
+    return keeps and not used_axes(spec).isdisjoint(used_axes(natural or ()))
 
   def _written_bytes(self, op: Op, value: int) -> float:
     """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
