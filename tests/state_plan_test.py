@@ -1,5 +1,8 @@
 """Plans: the value that has a state's names where the state itself has none."""
 
+from typing import Any
+
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,3 +179,18 @@ def test_errors_name_the_parameter_and_the_path_of_an_array():
     'argument source/w has been deleted, or donated to a jitted function.\n'
     'Fix: pass the state that the step returned, not the one that was donated to it.'
   )
+
+
+@flax.struct.dataclass
+class Source:
+  w: Any
+  metadata: Any = flax.struct.field(pytree_node=False)
+
+
+def test_arguments_may_have_metadata_that_jax_cannot_compare():
+  source = Source(jnp.ones(4), [2, {'offset': 3}])
+  create = lambda source, *rest, **named: source.w * source.metadata[0] + rest[1]['w'] + named['a b'][0]
+  made = LAYOUT.init(create, source, 1, {'w': jnp.ones(4)}, **{'a b': (jnp.ones(4), None)})
+  np.testing.assert_array_equal(made, np.full(4, 4))
+  with pytest.raises(TypeError, match='takes 1 positional argument but 2 were given'):
+    LAYOUT.init(lambda source: source.w, source, jnp.ones(4))

@@ -24,7 +24,6 @@ from flax_spmd._src.data.common_values import check_arguments
 from flax_spmd._src.data.key_arrays import put_all
 from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.explanation import Explanation, explain_plan
-from flax_spmd._src.jit.arguments import CallArguments
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import processes_that_compare
@@ -77,7 +76,7 @@ class Plan(Generic[State]):
     layout: Layout,
     planner: Planner,
     create: Jitted[..., State],
-    arrays: CallArguments,
+    arrays: dict[str, Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None,
     boxed: bool,
   ):
@@ -86,7 +85,7 @@ class Plan(Generic[State]):
     self._planner = planner
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
-    state = create.eval_shape(*arrays.args, **arrays.kwargs)
+    state = create.eval_shape(**arrays)
     check_no_cycles(state)
     leaves = jax.tree.leaves(state)
     self._shardings = list(map(_in_planned_memory, planner.leaf_shardings(state), leaves))
@@ -125,7 +124,7 @@ class Plan(Generic[State]):
     """
     mesh = self.layout.mesh
     check_concrete(mesh)
-    abstract = [array for array in self._arrays.leaves() if isinstance(array, jax.ShapeDtypeStruct)]
+    abstract = [array for array in self._arrays.values() if isinstance(array, jax.ShapeDtypeStruct)]
     if abstract:
       kinds = ', '.join(dict.fromkeys(array_text(array.dtype, array.shape) for array in abstract))
       raise LayoutError(
@@ -138,7 +137,7 @@ class Plan(Generic[State]):
     if self._uncompared is not None:
       check_arguments(*self._uncompared, processes_that_compare(mesh))
     self.layout.check_processes(self._state)
-    state = self._create(*self._arrays.args, **self._arrays.kwargs)
+    state = self._create(**self._arrays)
     return state if self.boxed else box_trees.unbox(state, apply_constraint=False)
 
   def shard(self, tree: Any) -> State:

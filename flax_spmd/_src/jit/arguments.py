@@ -11,7 +11,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -106,7 +106,7 @@ class Arguments(NamedTuple):
     for i, name in enumerate(names[: position + 1]):
       if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
         return *self._name_path(name), DictKey(position - i)
-    return self._name_path(names[position] if names else str(position))
+    return self._name_path(names[position] if position < len(names) else str(position))
 
   def _parameters(self) -> Mapping[str, inspect.Parameter]:
     return {} if self.function_signature is None else self.function_signature.parameters
@@ -458,40 +458,33 @@ def check_no_others(function: Callable[..., Any], others: Mapping[str, Any]) -> 
 _OPTIONS_OF_JAX = {'in_shardings': 'in_rules', 'out_shardings': 'out_rules'}
 
 
-class CallArguments(NamedTuple):
-  """The arguments of a call."""
-
-  args: tuple[Any, ...]
-  kwargs: dict[str, Any]
-
-  def leaves(self) -> list[Any]:
-    """The leaves, of which an NNX module is one."""
-    return jax.tree.leaves(tuple(self), is_leaf=_is_nnx_module)
-
-
 def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], CallArguments]:
-  """`fn` closed over all arguments but arrays and NNX modules, such as numbers, models and functions; and its arguments.
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+  """`fn` as a function of its arrays and NNX modules by name, closed over all other arguments; and these.
 
-  In these None takes the place of what it is closed over, so that arrays keep their paths.
+  Their names are parameters and paths, as errors name them. The structure of arguments, which JAX could not compare if
+  it has such metadata as lists, is no argument.
   """
   named = {f'argument {number}': value for number, value in enumerate(args)}
   named |= {f'argument {name}': value for name, value in kwargs.items()}
   outermost_modules(named)  # raises for what JAX would follow to the end of the stack
-  leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_nnx_module)
-  marks = [_is_nnx_module(leaf) or is_array(leaf) for leaf in leaves]
+  paths, treedef = jax.tree.flatten_with_path(
+    (tuple(args), dict(kwargs)), is_leaf=lambda node: compat.is_nnx_module_type(type(node))
+  )
+  arguments, numbers = Arguments.of(fn, {}), {}
+  for number, (path, leaf) in enumerate(paths):
+    if compat.is_nnx_module_type(type(leaf)) or is_array(leaf):
+      name = path_string(arguments.named_path(path)).removeprefix('argument ')
+      numbers[f'{name} ({number})' if name in numbers else name] = number
 
   @functools.wraps(fn, updated=())
-  def of_arrays(*args, **kwargs):
-    arrays = iter(CallArguments(args, kwargs).leaves())
-    filled = [next(arrays) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
-    args, kwargs = treedef.unflatten(filled)
+  def of_arrays(**arrays):
+    leaves = [leaf for _, leaf in paths]
+    for name, array in arrays.items():
+      leaves[numbers[name]] = array
+    args, kwargs = treedef.unflatten(leaves)
     return fn(*args, **kwargs)
 
-  arrays = [leaf if mark else None for leaf, mark in zip(leaves, marks, strict=True)]
-  return of_arrays, CallArguments(*treedef.unflatten(arrays))
-
-
-def _is_nnx_module(node: Any) -> bool:
-  return compat.is_nnx_module_type(type(node))
+  cast(Any, of_arrays).__signature__ = inspect.signature(of_arrays, follow_wrapped=False)
+  return of_arrays, {name: paths[number][1] for name, number in numbers.items()}

@@ -15,7 +15,7 @@ import jax
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce
-from flax_spmd._src.jit.arguments import CallArguments, closed_over, is_array
+from flax_spmd._src.jit.arguments import closed_over, is_array
 from flax_spmd._src.jit.foreign_meshes import STAGES_MESH
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.multihost import joint, ranges
@@ -61,13 +61,13 @@ def init_on_stages(
 
 
 def _groups(
-  fn: Callable[..., Any], arrays: CallArguments, shardings: Any, setting: Setting
+  fn: Callable[..., Any], arrays: dict[str, Any], shardings: Any, setting: Setting
 ) -> tuple[list[tuple[list[int], Any]], Any]:
   """The numbers of the leaves of each group, with its lowered program; and the tree structure of the state."""
 
-  def within(mesh: Any, arrays: CallArguments) -> Any:
+  def within(mesh: Any, arrays: dict[str, Any]) -> Any:
     with trace_scope(InForce(mesh, setting.rules), STAGES_MESH):
-      return fn(*arrays.args, **arrays.kwargs)
+      return fn(**arrays)
 
   leaf_shardings, expected = jax.tree.flatten(shardings)
   any_mesh = leaf_shardings[0].mesh.abstract_mesh
