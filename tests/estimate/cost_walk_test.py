@@ -1,5 +1,7 @@
 """Partial sums of one array, and arrays that are reshaped: the traffic of compiled programs, by hand."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -521,6 +523,32 @@ def test_a_sum_over_devices_may_be_written_beside_its_operand(rows, rules):
   memory = Estimator(train).estimate(layout, 'h100:8').memory
   [compiled] = compare(train, {'sum': layout}, 'h100:8')
   assert memory.temporaries == pytest.approx(compiled.memory.temporaries, rel=0.1)
+
+
+@pytest.mark.usefixtures('gpu_compiler', 'whole_steps')
+@pytest.mark.parametrize('seed', range(4))
+def test_products_whose_operands_move_to_unused_axes_are_as_xla_partitions_them(seed):
+  """Random orders of the mesh axes, of which one is unused."""
+  rng = random.Random(seed)
+  mesh = dict(rng.sample([('data', 2), ('unused', 2), ('fsdp', 2)], 3))
+  rules = {'batch': 'data', 'embed': rng.sample(['fsdp', 'data'], 2), 'act': 'fsdp'}
+  shapes = {'down': (512, 512), 'up': (512, 8192)}
+  names = {'down': (None, 'embed'), 'up': ('embed', None)}
+
+  def loss(state, batch):
+    x = jnp.tanh(batch['x'] @ state['down'].unbox())
+    x = spmd.with_logical_constraint(x, ('batch', None, 'act'))
+    y = spmd.with_logical_constraint(x @ state['up'].unbox(), ('batch', None, None))
+    return jnp.sum(jnp.tanh(y) ** 2)
+
+  inputs = {'x': jax.ShapeDtypeStruct((64, 64, 512), jnp.float32)}
+  layout = spmd.Layout(spmd.abstract_mesh(mesh), tuple(rules.items()))
+  estimator = Estimator(updated(loss, shapes, names, inputs), platform='cuda')
+  walked, partitioned = (
+    sum(estimator.estimate(layout, 'h100:8', partition=one).counts.by_axis().values())
+    for one in (False, True)
+  )
+  assert walked == pytest.approx(partitioned, rel=0.1)
 
 
 def chosen(logits, ids):

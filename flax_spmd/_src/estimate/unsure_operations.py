@@ -38,7 +38,7 @@ class UnsureOperations(ValueMoves):
   def settled(self, op: Op, required: Requirement, times: int) -> Requirement:
     """The requirement of an operation for which XLA has several ways, as XLA partitions it; else with doubts."""
     reasons = self._reasons(op, required)
-    if not reasons and not (self.partitions and self._is_unsure_sum(op, required)):
+    if not reasons and not (self.partitions and self._is_unsure_product(op, required)):
       return required
     partition = self._partition(op)
     if partition is None:
@@ -69,10 +69,10 @@ class UnsureOperations(ValueMoves):
       reasons.append('parts of shards that devices exchange')
     return reasons
 
-  def _is_unsure_sum(self, op: Op, required: Requirement) -> bool:
-    """Whether the result of a product is a partial sum whose shards move, or are cut along several dimensions."""
-    if op.kind != 'dot_general' or not required.partial_axes:
-      return False
+  def _is_unsure_product(self, op: Op, required: Requirement) -> bool:
+    """Whether shards of a product's operands move to other mesh axes, or its result is a sum of parts that move or are cut often."""
+    if op.kind != 'dot_general' or required.halos or not required.partial_axes:
+      return op.kind == 'dot_general' and bool(required.halos)
     ops = result_collectives(required, self.context_of(op))
     return move_shards(ops) or is_cut_often(ops, self.specs[op.results[0]])
 
