@@ -257,7 +257,7 @@ class Arguments(NamedTuple):
         'pass it as arrays, or as a hashable object (a tuple, a frozen dataclass), which is then static.',
       )
       for path, leaf in jax.tree_util.tree_leaves_with_path(dynamic)
-      if not is_traceable(leaf) and not _is_hashable(leaf)
+      if not is_traceable(leaf) and not is_hashable(leaf)
     ]
     raise_problems(problems)
 
@@ -377,7 +377,7 @@ def argument_options(**options: Any) -> dict[str, Any]:
   return {name: entries.get(name) for name in options}
 
 
-def _is_hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
   try:
     hash(value)
   except TypeError:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_spmd._src.compare.compilation import check_compiler, checked_jobs
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
+from flax_spmd._src.jit.arguments import is_hashable
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public import public
 from flax_spmd._src.search.pipelines import check_pipelines, pipeline_searches
@@ -211,7 +212,7 @@ def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tupl
     f'\n  {name}: {value_text(value)}, of type {type(value).__name__}'
     for name, values in choices.items()
     for value in values
-    if not _is_hashable(value)
+    if not is_hashable(value)
   ]
   if unhashable:
     raise SearchError(
@@ -227,11 +228,3 @@ def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tupl
     )
   if top:
     check_compiler(target)
-
-
-def _is_hashable(value: Any) -> bool:
-  try:
-    hash(value)
-  except TypeError:
-    return False
-  return True
