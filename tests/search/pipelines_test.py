@@ -69,6 +69,19 @@ def test_pipelines_and_others_are_ranked_together(result):
   assert times == sorted(times) and not any(one.error for one in result.outcomes)
 
 
+@pytest.mark.parametrize(('rows', 'is_noted'), [(24, False), (12, True)])
+def test_the_devices_of_a_rank_share_a_microbatch(rows, is_noted):
+  """All eight devices could share neither; two share six rows, and not three."""
+  batch = jax.ShapeDtypeStruct((rows, *BATCH.shape[1:]), BATCH.dtype)
+  limits = {'candidates': 12, 'top': 1, 'choices': UNMARKED, 'mesh': {'data': -1}, 'forbid': ['mlp']}
+  result = search(TrainStep(step, create, batch), TARGET, pipelines=[OneFOneB(4)], **limits)
+  assert result.schedule == OneFOneB(4)
+  note = (
+    "2 devices cannot share the batch equally, 1 at most: dimensions named 'batch' have 3, 12 elements."
+  )
+  assert [one for one in result.notes if 'cannot share' in one] == [note] * is_noted
+
+
 def test_a_winner_that_is_a_pipeline(result):
   assert result.schedule == OneFOneB(4) and result.best is pipelines_of(result.outcomes)[0]
   assert [effect.rule for effect in result.effects] == [*result.layout.rules]

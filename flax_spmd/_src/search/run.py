@@ -268,7 +268,8 @@ class SearchRun:
     if not outcomes or not selection.fits(outcomes[0][1]):
       raise InfeasibleError(selection.infeasible_text(self.compiled))
     best, _ = outcomes[0]
-    pipeline = self.pipelines[best.pipeline].trials if isinstance(best, PipelineCandidate) else None
+    searched = self.pipelines[best.pipeline] if isinstance(best, PipelineCandidate) else None
+    pipeline, space = (searched.trials, searched.space) if searched else (None, self.space)
     candidate = best.candidate if isinstance(best, PipelineCandidate) else best
     return SearchResult(
       target=self.space.target,
@@ -278,14 +279,14 @@ class SearchRun:
       choices=dict(candidate.choices),
       presets={one.name: self.presets[key] for key, one in outcomes if key in self.presets},
       effects=rule_effects(candidate, pipeline or self.trials),
-      notes=[*self.notes, *self._batch_notes(candidate)],
+      notes=[*self.notes, *self._batch_notes(candidate, space.target.devices)],
       check=self.trials.checked_by,
       schedule=pipeline.schedule if pipeline else None,
     )
 
-  def _batch_notes(self, candidate: Candidate) -> list[str]:
-    """A note if the devices cannot share the batch equally."""
-    devices, facts = self.space.target.devices, self.trials.variant(candidate.choices).facts
+  def _batch_notes(self, candidate: Candidate, devices: int) -> list[str]:
+    """A note if the devices, those of one rank in a pipeline, cannot share the batch equally."""
+    facts = self.trials.variant(candidate.choices).facts
     shares = [n for n in range(1, devices + 1) if devices % n == 0]
     most = max(n for n in shares if n == 1 or any(facts.divides(name, n) for name in facts.batch))
     sizes = sorted({size for name in facts.batch for size in facts.names[name] if size > 1})
