@@ -71,8 +71,10 @@ class UnsureOperations(ValueMoves):
 
   def _is_unsure_product(self, op: Op, required: Requirement) -> bool:
     """Whether shards of a product's operands move to other mesh axes, or its result is a sum of parts that move or are cut often."""
-    if op.kind != 'dot_general' or required.halos or not required.partial_axes:
-      return op.kind == 'dot_general' and bool(required.halos)
+    if op.kind != 'dot_general':
+      return False
+    if required.halos or not required.partial_axes:
+      return bool(required.halos)
     ops = result_collectives(required, self.context_of(op))
     return move_shards(ops) or is_cut_often(ops, self.specs[op.results[0]])
 
