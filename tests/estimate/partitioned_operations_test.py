@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
-from flax_spmd._src.compare import partitioner as partitioner_module
+from flax_spmd._src import worker_process
 from flax_spmd._src.compare.partitioner import Partitioner
 from flax_spmd._src.compat import partition_program
 from flax_spmd._src.estimate import estimator, mlir, partitioned_operations, unsure_operations
@@ -328,5 +328,5 @@ def test_a_process_that_does_not_start_is_started_once(monkeypatch):
   monkeypatch.setattr(sys, 'executable', shutil.which('false'))
   partitioner = Partitioner('cuda')
   assert partitioner.partition(b'', (4,)) is None and partitioner.process is None
-  monkeypatch.setattr(partitioner_module, 'subprocess', None)  # another start would be an error
+  monkeypatch.setattr(worker_process, 'subprocess', None)  # another start would be an error
   assert partitioner.partition(b'', (4,)) is None

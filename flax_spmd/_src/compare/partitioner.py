@@ -9,19 +9,16 @@ The process starts with the first program, and ends with this one.
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
 import subprocess
-import sys
 import threading
-import weakref
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax_spmd._src.compare.compilation import has_wheel
 from flax_spmd._src.compare.hardware import Target, compiler_environment, parse_target, user_flags
+from flax_spmd._src.worker_process import WorkerProcess
 
 _TIMEOUT, _LONG = 60, 600  # seconds, for one operation or the start of the process, and for a whole step
+_MODULE = 'flax_spmd._src.compare.partition_worker'
 GPU = 'h100'  # all GPUs have the same partitioner
 
 
@@ -66,13 +63,18 @@ class Partitioner:
   def __init__(self, platform: str) -> None:
     self.platform = platform
     self._lock = threading.Lock()
-    self._running: _PartitionProcess | None = None
+    self._running: WorkerProcess | None = None
     self._flags, self._is_able = user_flags(), True
 
   @property
   def process(self) -> subprocess.Popen[bytes] | None:
     """The process, while it runs."""
     return self._running and self._running.process
+
+  def start(self) -> None:
+    """Starts the process, unless it runs."""
+    with self._lock:
+      self._ready()
 
   def close(self) -> None:
     """Ends the process; the next program starts another one."""
@@ -104,16 +106,12 @@ class Partitioner:
 
   def _reply(self, request: PartitionRequest, timeout: float) -> PartitionedProgram | None:
     with self._lock:
-      if self._flags != user_flags():
-        self._end()
-        self._flags, self._is_able = user_flags(), True
-      running = self._running
-      if running is None or running.owner != os.getpid() or running.process.poll() is not None:
-        running = self._running = self._started() if self._is_able else None
+      running = self._ready()
       if running is None:
         return None
       try:
-        return running.reply(request, timeout)
+        running.send(request)
+        return running.received(timeout)
       except (EOFError, OSError, TimeoutError):  # the program has ended it, or does not end
         self._end()
         return None
@@ -121,74 +119,33 @@ class Partitioner:
         self._end()
         raise
 
+  def _ready(self) -> WorkerProcess | None:
+    """The process, started anew if it has ended, or the flags are others; None if it cannot partition anything."""
+    if self._flags != user_flags():
+      self._end()
+      self._flags, self._is_able = user_flags(), True
+    running = self._running
+    if running is None or not running.is_running:
+      running = self._running = self._started() if self._is_able else None
+    return running
+
   def _end(self) -> None:
     if self._running is not None:
       self._running.end()
     self._running = None
 
-  def _started(self) -> _PartitionProcess | None:
+  def _started(self) -> WorkerProcess | None:
     """A new process; None, from then on, if it cannot partition anything."""
-    process = _PartitionProcess(self.platform)
+    environment = compiler_environment(parse_target(f'{GPU}:1'))
+    process = WorkerProcess(_MODULE, self.platform, environment=environment)
     try:
-      self._is_able = process.received()
+      self._is_able = process.received(_TIMEOUT)
     except (EOFError, OSError, TimeoutError):
       self._is_able = False
     if self._is_able:
       return process
     process.end()
     return None
-
-
-class _PartitionProcess:
-  """A worker process and the connection to it.
-
-  Attributes:
-    owner: number of the process that has started it; a fork of that one starts its own.
-    process: the worker process.
-  """
-
-  def __init__(self, platform: str) -> None:
-    self.owner = os.getpid()
-    self._connection, theirs = multiprocessing.Pipe()
-    self.process = subprocess.Popen(
-      [
-        *(sys.executable, '-m', 'flax_spmd._src.compare.partition_worker'),
-        *(str(theirs.fileno()), platform),
-      ],
-      env=os.environ | compiler_environment(parse_target(f'{GPU}:1')),
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-      pass_fds=[theirs.fileno()],
-    )
-    theirs.close()
-    self.end = weakref.finalize(self, _end, self._connection, self.process, self.owner)
-
-  def reply(self, request: object, timeout: float) -> Any:
-    """The reply to a request; raises as `received`."""
-    self._connection.send(request)
-    return self.received(timeout)
-
-  def received(self, timeout: float = _TIMEOUT) -> Any:
-    """What the process sends next.
-
-    Args:
-      timeout: seconds to wait.
-
-    Raises:
-      EOFError, OSError: the process has ended.
-      TimeoutError: nothing comes in time.
-    """
-    if not self._connection.poll(timeout):
-      raise TimeoutError
-    return self._connection.recv()
-
-
-def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
-  connection.close()
-  if owner == os.getpid():
-    process.kill()
-    process.wait()
 
 
 def can_partition(platform: str) -> bool:

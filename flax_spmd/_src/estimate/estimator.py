@@ -25,17 +25,16 @@ A step that uses mesh axes itself, in a `shard_map` say, has no program for all 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
-from flax_spmd._src.compare.hardware import Target, parse_target
+from flax_spmd._src.compare.hardware import Target, parse_target, user_flags
 from flax_spmd._src.compare.lowering import abstract_batch, lower, python_calls
 from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
@@ -44,15 +43,11 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.compat import PLACEHOLDER
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
-from flax_spmd._src.estimate.analyzed_graph import AnalyzedGraph, Remembered
-from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
-from flax_spmd._src.estimate.cost_walk import WalkResult, walk
 from flax_spmd._src.estimate.doubts import UNCHECKED
-from flax_spmd._src.estimate.equal_operations import EqualOperations
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
-from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
+from flax_spmd._src.estimate.step_program import CostRequest, Costs, StepProgram
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.named_axis import number_of_groups
 from flax_spmd._src.layout import Layout
@@ -67,7 +62,7 @@ from flax_spmd._src.text import shown, size_text, value_text
 from flax_spmd.errors import ArgumentTypeError, EstimatorError, TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
-  from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
+  from flax_spmd._src.estimate.mlir.shardings import LogicalSharding
 
 _MEMORY_ERROR = {ESTIMATED: 0.12, PARTITIONED: 0.07}  # relative error of the peak
 TPU_DOUBT = (
@@ -156,27 +151,27 @@ class Estimator:
     self.parameter_names = frozenset(
       name for array in state for name in array.sharding.spec if isinstance(name, str)
     )
-    self._program = _AnalyzedStep(self._lowering, self._platform)
-    self._programs: dict[BatchLeaves | None, _AnalyzedStep] = {None: self._program}
+    self._step = _LoweredStep(self._lowering, self._platform)
+    self._steps: dict[BatchLeaves | None, _LoweredStep] = {None: self._step}
     self._left_out = python_calls(self._lowering.jaxpr)
     batch = self._train_step.batch
     parts = [*leaf_parts(self._lowering.state), *['batch'] * len(jax.tree.leaves(batch))]
     self._parts = [parts[place] for place in self._lowering.places]
     self._collect_names()
 
-  def _with_batch(self, batch: BatchLeaves | None) -> _AnalyzedStep:
+  def _with_batch(self, batch: BatchLeaves | None) -> _LoweredStep:
     """The step with the batch constrained that a layout constrains, if any; lowered where a layout first does."""
-    if batch not in self._programs:
+    if batch not in self._steps:
       lowering = self._lowering.with_batch(cast(BatchLeaves, batch))
-      self._programs[batch] = _AnalyzedStep(lowering, self._platform, True)
-    return self._programs[batch]
+      self._steps[batch] = _LoweredStep(lowering, self._platform, True)
+    return self._steps[batch]
 
   def _collect_names(self) -> None:
     sizes: dict[str, set[int]] = {}
     together: set[frozenset[str]] = set()
     batch = abstract_batch(self._train_step, self._lowering.layout)
     named = [(leaf.sharding.spec, leaf.shape) for leaf in arrays_of((self._lowering.state, batch))]
-    constraints = self._program.module.constraints
+    constraints = self.program.constraints
     named += [(_with_plain_batch(logical.names), shape) for logical, shape in constraints]
     for names, shape in named:
       dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
@@ -220,6 +215,11 @@ class Estimator:
     target = target if isinstance(target, Target) else parse_target(target)
     if self.reason:
       return self._partitioned(layout, target)
+    begun = self.begin(layout, target, partition=partition)
+    return begun.estimator.finish(begun, begun.program.costs(begun.request))
+
+  def begin(self, layout: Layout, target: Target, *, partition: bool) -> BegunEstimate:
+    """The first part of an estimate, up to the request for its costs; arguments and errors as of `estimate`."""
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
       raise TargetDeviceError(
@@ -227,9 +227,9 @@ class Estimator:
         f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
-    abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
-    number = self._groups_under(layout)
-    return self._of_groups(number)._estimate(layout, target, partition, number)
+    batch = abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
+    groups = self._groups_under(layout)
+    return self._of_groups(groups)._begin(layout, batch, target, partition, groups)
 
   def _partitioned(self, layout: Layout, target: Target) -> Outcome:
     """The outcome of a step that is lowered for each layout."""
@@ -264,23 +264,31 @@ class Estimator:
       self._by_groups[number] = other
     return self._by_groups[number]
 
-  def _estimate(self, layout: Layout, target: Target, partition: bool, groups: int) -> Outcome:
-    sizes = axis_sizes(layout.mesh)
-    batch = abstract_batch(self._train_step, layout)
-    arrays = self._lowering.leaves(batch)
+  def _begin(
+    self, layout: Layout, batch: Any, target: Target, partition: bool, groups: int
+  ) -> BegunEstimate:
     shardings = self._lowering.shardings(layout, batch)
-    program = self._with_batch(self._lowering.batch_under(layout, batch))
+    step = self._with_batch(self._lowering.batch_under(layout, batch, shardings))
     lowered = lambda: lower(self._given, layout, target, with_findings=False).code
     bound = self._train_step.with_axis(layout, of_mesh=True)
-    costs = program.costs(bound, shardings, target, lowered if partition else None)
+    request = step.request(bound, shardings, target, lowered if partition else None)
+    arrays = self._lowering.leaves(batch)
+    return BegunEstimate(
+      self, step.program, request, layout, target, groups, arrays, shardings, step.used
+    )
+
+  def finish(self, begun: BegunEstimate, costs: Costs) -> Outcome:
+    """The outcome of an estimate with its costs."""
+    layout, target, shardings = begun.layout, begun.target, begun.shardings
+    sizes = axis_sizes(layout.mesh)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
-      for array, sharding in zip(arrays, shardings, strict=True)
+      for array, sharding in zip(begun.arrays, shardings, strict=True)
     ]
     is_partitioned = isinstance(costs, PartitionedStep)
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
     if isinstance(costs, PartitionedStep):
-      on_device = (argument_bytes[index] for index in program.used if not on_host[index])
+      on_device = (argument_bytes[index] for index in begun.used if not on_host[index])
       temporaries: float = costs.memory - sum(on_device)
     else:
       temporaries = costs.temporaries
@@ -289,8 +297,8 @@ class Estimator:
     doubts = (*self._left_out, *costs.counts.doubts(), *costs.doubts)
     if not is_partitioned:
       doubts = (_unchecked(target.chip.platform), *doubts)
-    if groups != self._groups and not is_partitioned:
-      doubts = (_GROUPS_DOUBT.format(groups=groups, name=self._train_step.axis_name), *doubts)
+    if begun.groups != self._groups and not is_partitioned:
+      doubts = (_GROUPS_DOUBT.format(groups=begun.groups, name=self._train_step.axis_name), *doubts)
     return Outcome(
       '',
       layout,
@@ -306,9 +314,14 @@ class Estimator:
     )
 
   @property
+  def program(self) -> StepProgram:
+    """The step, without constraints of its batch; not with a `reason`."""
+    return self._step.program
+
+  @property
   def dtype(self) -> str:
     """The operands' dtype of most of the step's matrix products, such as `bf16` or `f32`."""
-    return self._program.analyzed.dtype
+    return self.program.dtype
 
   def _memory(
     self,
@@ -334,8 +347,32 @@ class Estimator:
     return Memory(parameters, optimizer, rest, batch, extra, total + extra, host)
 
 
-class _AnalyzedStep:
-  """A lowered step, prepared and analyzed.
+class BegunEstimate(NamedTuple):
+  """An estimate whose costs are yet to be found.
+
+  Attributes:
+    estimator: the estimator of the layout's number of groups, which finishes it.
+    program: the step.
+    request: the request for its costs.
+    layout, target: those of the estimate.
+    groups: number of parts of the batch along the step's axis name.
+    arrays, shardings: the leaves of the step's arguments.
+    used: indices of those that the step uses.
+  """
+
+  estimator: Estimator
+  program: StepProgram
+  request: CostRequest
+  layout: Layout
+  target: Target
+  groups: int
+  arrays: Sequence[Any]
+  shardings: Sequence[NamedSharding]
+  used: Sequence[int]
+
+
+class _LoweredStep:
+  """A step lowered on the mesh of its names, and its program.
 
   Args:
     lowering: the step.
@@ -344,34 +381,20 @@ class _AnalyzedStep:
   """
 
   def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
-    self.used, self.is_automatic, self._platform = lowering.used, is_automatic, platform
+    self.used, self._is_automatic = lowering.used, is_automatic
     # groups of an axis name take their axes from constraints inside
     self._has_all = lowering.train_step.axis_name is None and PLACEHOLDER.encode() not in lowering.code
-    self.module = mlir.prepare(lowering.code)
-    mark_traits(self.module.graph, platform)
-    self._equal = EqualOperations(self.module.graph)
-    self._remembered = Remembered({}, {})
-    self._merged = functools.lru_cache(_PROGRAMS)(self._merge)
-    self.analyzed, _ = self._analyze([()] * len(self.module.graph.values))
-    self.replaced_arguments = lowering.replaced_arguments()
+    self.program = StepProgram(lowering.code, platform)
+    self._replaced_arguments = lowering.replaced_arguments()
 
-  def _analyze(self, specs: Sequence[Spec]) -> tuple[AnalyzedGraph, PartitionedOperations]:
-    """The program with the operations merged that are equal, and sharded alike."""
-    return self._merged(frozenset(self._equal.merged_values(specs).items()))
-
-  def _merge(self, merged: frozenset[tuple[int, int]]) -> tuple[AnalyzedGraph, PartitionedOperations]:
-    graph = with_folded_pads(self._equal.merge(dict(merged)))
-    analyzed = AnalyzedGraph(graph, self._remembered)
-    return analyzed, PartitionedOperations(self.module, analyzed.rematerialisable)
-
-  def costs(
+  def request(
     self,
     layout: Layout,
     shardings: Sequence[NamedSharding],
     target: Target,
     lowered: Callable[[], bytes] | None,
-  ) -> WalkResult | PartitionedStep:
-    """The costs under a layout; those of the partitioned step if that is asked for and can be.
+  ) -> CostRequest:
+    """The request for the costs under a layout.
 
     Args:
       layout: the layout.
@@ -379,29 +402,29 @@ class _AnalyzedStep:
       target: hardware to estimate for.
       lowered: function that lowers the step under the layout, to partition it whole; None to only estimate it.
     """
-    graph, sizes, platform = self.module.graph, axis_sizes(layout.mesh), target.chip.platform
+    graph, platform = self.program.module.graph, target.chip.platform
     arguments = [
       _spec(shardings[index], len(graph.values[value].shape))
       for index, value in zip(self.used, graph.main.arguments, strict=True)
     ]
     results = [  # some replace arguments that the step does not use
       None if index is None else _spec(shardings[index], len(graph.values[value].shape))
-      for index, value in zip(self.replaced_arguments, graph.main.returned, strict=True)
+      for index, value in zip(self._replaced_arguments, graph.main.returned, strict=True)
     ]
-    resolve = functools.partial(_resolve, layout, self.is_automatic)
-    is_able, partitioned = can_partition(platform), None
-    if is_able and lowered:
-      is_here = all(sharding.memory_kind != HOST_MEMORY for sharding in shardings)
-      is_whole = platform == self._platform and is_here and self._has_all
-      code = self.module.program(sizes, arguments, results, resolve) if is_whole else lowered()
-      partitioned = partitioned_step(code, sizes, target)
-    if partitioned and not partitioned.counts.opaque:
-      return partitioned
-    specs = self.module.propagate(sizes, arguments, results, resolve)
-    analyzed, operations = self._analyze(specs)
-    partitions = operations if is_able and platform == 'cuda' else None
-    costs = walk(analyzed, specs, results, sizes, platform, partitions)
-    return partitioned._replace(doubts=costs.unknown) if partitioned else costs
+    constraints = (_resolve(layout, self._is_automatic, *one) for one in self.program.constraints)
+    request = CostRequest(
+      tuple(axis_sizes(layout.mesh).items()),
+      tuple(arguments),
+      tuple(results),
+      tuple(constraints),
+      platform,
+      user_flags(),
+    )
+    if lowered is None or not can_partition(platform):
+      return request
+    is_here = all(sharding.memory_kind != HOST_MEMORY for sharding in shardings)
+    is_whole = platform == self.program.platform and is_here and self._has_all
+    return request._replace(target=target, code=None if is_whole else lowered())
 
 
 def _unchecked(platform: str) -> str:
@@ -432,7 +455,7 @@ def _sharded(entry: Any, mesh: MeshLike) -> Axes:
 
 def _resolve(
   layout: Layout, is_automatic: bool, logical: LogicalSharding, shape: tuple[int, ...]
-) -> ConstraintSpec | None:
+) -> tuple[Axes | None, ...] | None:
   """The mesh axes of a constraint under a layout; None if the layout has no rules for names."""
   names, rules = logical.names, layout.rules
   if not rules.pairs:
@@ -447,7 +470,7 @@ def _resolve(
     return None
   raise_problems([problem.at('constraint') for problem in resolution.problems])
   entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
-  return [None if entry is UNCONSTRAINED else _sharded(entry, layout.mesh) for entry in entries]
+  return tuple(None if entry is UNCONSTRAINED else _sharded(entry, layout.mesh) for entry in entries)
 
 
 def _with_plain_batch(names: tuple[str | None, ...]) -> tuple[str | None, ...]:

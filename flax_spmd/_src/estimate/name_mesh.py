@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,16 +118,19 @@ class NamedLowering(NamedTuple):
     )
     return [*successors((result, modules), self.arguments), *itertools.chain.from_iterable(of_values)]
 
-  def batch_under(self, layout: Layout, batch: Any) -> BatchLeaves | None:
+  def batch_under(
+    self, layout: Layout, batch: Any, shardings: Sequence[NamedSharding]
+  ) -> BatchLeaves | None:
     """The batch that `layout.jit` constrains under a layout, over its logical name; None if it adds no constraints.
 
     Args:
       layout: layout of the step.
       batch: tree of the step's second argument: shapes with the layout's shardings.
+      shardings: those of all leaves of `arguments` under the layout.
     """
     dynamic = jax.tree.structure(self.arguments).unflatten(
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
+      for leaf, sharding in zip(self.leaves(batch), shardings, strict=True)
     )
     found = self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
     if found is None:

@@ -31,6 +31,7 @@ def descend(
   cost: CandidateCost,
   coordinates: Callable[[Candidate], list[list[Candidate]]],
   seed: int = 0,
+  announce: Callable[[list[Candidate]], None] = lambda candidates: None,
 ) -> None:
   """Tries candidates until `cost` raises `BudgetSpent`, or restarts find nothing new.
 
@@ -39,6 +40,7 @@ def descend(
     cost: cost of a candidate; called again for known candidates.
     coordinates: for each thing that can change, the changed candidates.
     seed: seed of the random number generator.
+    announce: called with the candidates whose costs are needed next, in order, if none of them is better.
 
   Example:
     >>> tried = {}
@@ -58,14 +60,15 @@ def descend(
     return known[candidate]
 
   try:
+    announce([*starts])
     best_starts = sorted(starts, key=recorded)[:_MAX_STARTS]
-    minima = [_minimum(start, recorded, coordinates, rng) for start in best_starts]
+    minima = [_minimum(start, recorded, coordinates, rng, announce) for start in best_starts]
     idle = 0
     while minima and idle < _MAX_IDLE:
       before = len(known)
       best = sorted(dict.fromkeys(minima), key=recorded)[:_MAX_STARTS]
       restart = _perturbed(rng.choice(best), coordinates, rng)
-      minima.append(_minimum(restart, recorded, coordinates, rng))
+      minima.append(_minimum(restart, recorded, coordinates, rng, announce))
       idle = idle + 1 if len(known) == before else 0
   except BudgetSpent:
     return
@@ -76,12 +79,15 @@ def _minimum(
   cost: CandidateCost,
   coordinates: Callable[[Candidate], list[list[Candidate]]],
   rng: random.Random,
+  announce: Callable[[list[Candidate]], None],
 ) -> Candidate:
   """A candidate that no single change improves."""
   current, improved = start, True
   while improved:
     improved, changes = False, coordinates(start)
-    for number in rng.sample(range(len(changes)), len(changes)):
+    order = rng.sample(range(len(changes)), len(changes))
+    for place, number in enumerate(order):
+      announce([one for later in order[place:] if later < len(changes) for one in changes[later]])
       best = min(changes[number], key=cost, default=current) if number < len(changes) else current
       if cost(best) < cost(current):
         # The new candidate may have fewer coordinates.

@@ -191,6 +191,10 @@ class PipelineTrials(Trials):
       self.estimated[candidate] = self._pipelined(candidate, plain)
     return self.estimated[candidate]
 
+  def prepare(self, candidates: Sequence[Candidate], most: int, *, partition: bool = False) -> None:
+    """Estimates the steps of the first candidates without a pipeline at the same time."""
+    self._plain.prepare(candidates, most, partition=partition)
+
   def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
     """The rough estimate of a candidate with another rule table on its mesh."""
     return self._pipelined(candidate, self._plain.with_rules(candidate, rules))

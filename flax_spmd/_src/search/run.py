@@ -173,6 +173,7 @@ class SearchRun:
         for number, candidate in enumerate(new, 1):
           if self._is_late(_PARTITIONED):
             return
+          self.trials.prepare(new[number - 1 :], self.trials.task.jobs, partition=True)
           self.trials.partition(candidate)
           update(number, '')
       self._check()
@@ -332,18 +333,22 @@ def estimate(
     show: whether to show progress.
     title: title of the progress bar.
   """
-  estimated = trials.estimated
+  estimated, ahead = trials.estimated, list[Candidate]()
   with progress(show, limit, title) as update:
+
+    def announce(candidates: list[Candidate]) -> None:
+      ahead[:] = candidates
 
     def cost(candidate: Candidate) -> float:
       if candidate not in estimated:
         if len(estimated) >= limit or (late() and estimated):
           raise BudgetSpent
+        trials.prepare([candidate, *ahead], limit - len(estimated))
         trials.outcome(candidate)
         update(len(estimated), _text_if_best(candidate, trials) if show else '')
       return trials.cost(candidate)
 
-    descend(starts or bare_meshes(space), cost, space.coordinates, seed)
+    descend(starts or bare_meshes(space), cost, space.coordinates, seed, announce)
 
 
 def bare_meshes(space: Space) -> list[Candidate]:

@@ -13,6 +13,7 @@ searched alongside (`pipelines`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_spmd._src.compare.compilation import check_compiler, checked_jobs
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
+from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.jit.arguments import is_hashable
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public import public
@@ -98,7 +100,7 @@ def search(
     seed: seed of the random number generator.
     fresh: whether to discard cached estimates.
     hardware: TOML file with descriptions of further chips.
-    jobs: number of compilers that run in parallel. Default: half of the CPU's cores.
+    jobs: number of processes that estimate, and of compilers, that run in parallel. Default: half of the CPU's cores.
     show: whether to show a progress bar.
 
   Returns:
@@ -150,13 +152,15 @@ def search(
     host=host,
   )
   constraints = constraints_on(hardware_target)
-  trials = Trials(task, constraints.memory, first, first_choices(values))
+  workers = WalkWorkers(task.jobs) if task.jobs > 1 else None
+  trials = Trials(task, constraints.memory, first, first_choices(values), workers=workers)
   facts_under = lambda choices: trials.variant(choices).facts
   space = Space(first.facts, constraints, hardware_target, values, facts_under)
   searches = pipeline_searches(pipelines, trials, space, constraints_on)
   most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
   limit = min(candidates, most)
-  return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
+  with contextlib.closing(workers) if workers else contextlib.nullcontext():
+    return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
 
 
 def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,7 +29,9 @@ from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import target_devices
-from flax_spmd._src.estimate.estimator import Estimator
+from flax_spmd._src.estimate.estimator import BegunEstimate, Estimator
+from flax_spmd._src.estimate.partitioned_step import PartitionedStep
+from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.rules.table import Rules
@@ -49,6 +52,8 @@ from flax_spmd.errors import (
 )
 
 _CLOSE = 1e-3  # relative distance of estimates that differ by rules without an effect
+_STARTING = 3.0  # seconds that a worker takes to start, about
+_AHEAD = 2  # candidates that each worker estimates before the first of them is needed
 _MISFIT = 10.0  # factor on the time of a layout that needs too much memory
 
 
@@ -205,6 +210,7 @@ class Trials:
     first: the task under the first choice of arguments.
     choices: that choice.
     lower: lowers the step under another choice; `lower_variant` by default.
+    workers: processes that estimate; None if this one does alone.
 
   Attributes:
     estimated: outcome per candidate, corrected by the check if there is one.
@@ -220,6 +226,7 @@ class Trials:
     first: TaskVariant,
     choices: Choices,
     lower: Callable[[Choices], TaskVariant] | None = None,
+    workers: WalkWorkers | None = None,
   ):
     self.task, self.memory, self.first, self.choices = task, memory, first, choices
     self.batch = first.facts.batch
@@ -232,12 +239,15 @@ class Trials:
     self._simplified: dict[Candidate, Candidate] = {}  # candidates without rules that change nothing
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
+    self._workers = workers
+    self._prepared: set[tuple[Candidate, bool]] = set()  # with whether they were partitioned
+    self._seconds = 0.0  # of estimates
 
   def on(self, target: Target) -> Trials:
     """New trials of the same step on another number of the same chips."""
     task = self.task._replace(target=target)
     lower = lambda choices: self.variant(choices).on(target)
-    return Trials(task, self.memory, self.first.on(target), self.choices, lower)
+    return Trials(task, self.memory, self.first.on(target), self.choices, lower, self._workers)
 
   @property
   def reason(self) -> str:
@@ -258,11 +268,57 @@ class Trials:
       if variant.estimator is None:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
+        begin = time.monotonic()
         outcome = self._uncorrected[candidate] = self._estimate(variant, name, layout)
+        self._seconds += time.monotonic() - begin
         if outcome.source == PARTITIONED:
           self.partitioned[candidate] = outcome
         self._update(candidate)
     return self.estimated[candidate]
+
+  def prepare(self, candidates: Sequence[Candidate], most: int, *, partition: bool = False) -> None:
+    """Estimates the first candidates at the same time, unless the first one is known; `outcome` and `partition` find them cached.
+
+    Args:
+      candidates: candidates, in the order of their outcomes.
+      most: number of candidates to estimate at most.
+      partition: whether to partition their whole steps.
+    """
+    workers = self._workers
+    if workers is None or not candidates or (candidates[0], partition) in self._prepared:
+      return
+    if not partition and self._seconds < _STARTING:
+      return
+    variant = self.variant(candidates[0].choices)
+    if variant.cache is None or variant.estimator is None:
+      return
+    workers.start(variant.estimator.program)
+    if not (idle := workers.idle()):
+      return
+    known = self.partitioned if partition else self.estimated
+    others = (one for one in candidates if one not in known and (one, partition) not in self._prepared)
+    group = list(dict.fromkeys(others))[: min(most, _AHEAD * idle)]
+    begun = [one for each in group if (one := self._begun(each, partition))]
+    self._prepared.update((one, partition) for one in group)
+    costs = workers.costs([(one.program, one.request) for _, _, one in begun])
+    for (cache, name, one), found in zip(begun, costs, strict=True):
+      if found is not None and isinstance(found, PartitionedStep) == partition:
+        cache.add(one.estimator.finish(one, found)._replace(name=name))
+
+  def _begun(
+    self, candidate: Candidate, partition: bool
+  ) -> tuple[EstimateCache, str, BegunEstimate] | None:
+    """An estimate for a worker, with its cache and name; None of one that is cached, or for which there is none."""
+    variant = self.variant(candidate.choices)
+    layout, name = layout_of(candidate, self.batch), self.name(candidate)
+    source = PARTITIONED if partition else ESTIMATED
+    if variant.cache is None or variant.estimator is None or variant.cache.get(name, layout, source):
+      return None
+    try:
+      begun = variant.estimator.begin(layout, variant.task.target, partition=partition)
+    except (LayoutError, EstimatorError):  # its outcome has this error
+      return None
+    return variant.cache, name, begun
 
   def uncorrected(self, candidate: Candidate) -> Outcome:
     """The estimate of a candidate as it is without a check."""
@@ -305,7 +361,12 @@ class Trials:
       candidate: the candidate.
       simpler: the candidates with a rule less.
     """
-    plain = simplified(candidate, self.estimated_cost, simpler)
+
+    def prepared(one: Candidate) -> list[Candidate]:
+      self.prepare(found := simpler(one), len(found))
+      return found
+
+    plain = simplified(candidate, self.estimated_cost, prepared)
     if candidate in self._uncorrected and _are_close(*map(self.uncorrected, (candidate, plain))):
       self._simplified[candidate] = plain
       self._update(candidate)

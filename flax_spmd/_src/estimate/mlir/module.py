@@ -21,7 +21,7 @@ from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.mlir.read_graph import GraphReader
 from flax_spmd._src.estimate.mlir.shardings import (
-  LogicalSharding,
+  Constraint,
   Resolve,
   ShardingSlot,
   SpecReader,
@@ -65,18 +65,22 @@ class PreparedModule:
 
   Attributes:
     graph: the program as plain values.
+    constraints: the logical shardings in the step, each with the shape of its array, in order.
 
   Raises:
     EstimatorError: the step contains operations that cannot be estimated, such as `shard_map`, or that Shardy erases.
   """
 
   graph: Graph
+  constraints: tuple[Constraint, ...]
 
   def __init__(self, code: bytes):
     self._code = code
     self._context = mlir_context()
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
+      functions = [view.operation for view in self._module.body.operations]
+      given = [slot for one in functions for slot in slots_of(one)]
       inline(self._module.operation)
       number_equal(main_of(self._module.operation))
       simplify(self._module.operation)
@@ -95,6 +99,8 @@ class PreparedModule:
       self._makers = {number: op for op, numbers in zip(walk(main), self._results) for number in numbers}
       self._replicated: list[Spec] = [replicated(len(value.shape)) for value in self.graph.values]
       self._slots = list(slots_of(main))
+      slots = (*self._slots, *given)
+      self.constraints = tuple(dict.fromkeys(one for slot in slots for one in slot.shardings))
 
   def _check_kept(self) -> None:
     """Raises if propagation erases operations: reading these afterwards would end the process."""
@@ -103,11 +109,6 @@ class PreparedModule:
     self._propagation.run(copy)
     if [op.name for op in walk(main_of(copy))] != before:
       raise EstimatorError(_ERASED)
-
-  @property
-  def constraints(self) -> set[tuple[LogicalSharding, tuple[int, ...]]]:
-    """The logical shardings in the step, each with the shape of its array."""
-    return {one for slot in self._slots for one in slot.shardings}
 
   def single_operation(
     self, op: Op, specs: Sequence[Spec], sizes: Mapping[str, int], computed: Collection[int]

@@ -22,6 +22,9 @@ class LogicalSharding(NamedTuple):
   closed: tuple[bool, ...]
 
 
+# A logical sharding, and the shape of its array.
+Constraint: TypeAlias = tuple[LogicalSharding, tuple[int, ...]]
+
 # Resolves a logical sharding of an array of a shape; None constrains nothing.
 Resolve: TypeAlias = Callable[[LogicalSharding, tuple[int, ...]], ConstraintSpec | None]
 
@@ -38,7 +41,7 @@ class ShardingSlot(NamedTuple):
 
   op: int
   attribute: str
-  shardings: tuple[tuple[LogicalSharding, tuple[int, ...]], ...]
+  shardings: tuple[Constraint, ...]
   per_value: bool
 
 
