@@ -14,6 +14,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compare.hardware import parse_target
 from flax_spmd._src.estimate import walk_workers
 from flax_spmd._src.estimate.walk_workers import WalkWorkers
+from flax_spmd._src.worker_process import WorkerProcess
 from flax_spmd.explore import Estimator, TrainStep, search
 
 TARGET = parse_target('cpu:8')
@@ -59,7 +60,7 @@ def started(workers, program):
   """Waits until all processes have started."""
   workers.start(program)
   deadline = time.monotonic() + 120
-  while workers.idle() < workers.count:
+  while len(workers.ready()) < workers.count:
     assert time.monotonic() < deadline
     time.sleep(0.05)
   return workers
@@ -109,8 +110,8 @@ def test_requests_that_are_known_or_there_twice_are_not_sent(workers, monkeypatc
   other = Estimator(TRAIN_STEP, platform='cpu')
   other.estimate(LAYOUTS[0], TARGET, partition=False)
   sent = []
-  send = workers._send
-  monkeypatch.setattr(workers, '_send', lambda *task: sent.append(task) or send(*task))
+  send = WorkerProcess.send
+  monkeypatch.setattr(WorkerProcess, 'send', lambda *task: sent.append(task) or send(*task))
   found = workers.costs(requests_of(begun(other, [LAYOUTS[0], LAYOUTS[1], LAYOUTS[1]])))
   assert len(sent) == 1 and None not in found and found[1] == found[2] != found[0]
 
@@ -128,20 +129,20 @@ def test_a_request_that_fails_has_no_costs_and_the_next_ones_have(workers):
 
 
 def test_processes_that_end_are_not_waited_for(quick):
-  first, second = quick._idle
+  first, second = quick.ready()
   os.kill(first.process.pid, signal.SIGKILL)
   first.process.wait()
-  assert quick.idle() == 1
+  assert quick.ready() == [second]
   os.kill(second.process.pid, signal.SIGSTOP)
   requests = requests_of(begun(Estimator(TRAIN_STEP, platform='cpu')))
   killer = threading.Timer(0.3, second.process.kill)  # while it has a request
   killer.start()
   assert quick.costs(requests) == [None] * 4
-  assert quick.idle() == 0
+  assert not quick.ready()
 
 
 def test_an_interruption_ends_the_processes(quick, monkeypatch):
-  processes = [worker.process for worker in quick._idle]
+  processes = [worker.process for worker in quick.ready()]
 
   def interrupted(connections, timeout):
     raise KeyboardInterrupt
@@ -150,16 +151,16 @@ def test_an_interruption_ends_the_processes(quick, monkeypatch):
     patch.setattr(walk_workers, 'wait', interrupted)
     quick.costs(requests_of(begun(Estimator(TRAIN_STEP, platform='cpu'))))
   assert all(process.poll() is not None for process in processes)
-  assert quick.idle() == 0
+  assert not quick.ready()
 
 
 def test_other_flags_for_compilers_have_other_processes(quick, estimator, monkeypatch):
-  before = [worker.process for worker in quick._idle]
+  before = [worker.process for worker in quick.ready()]
   quick.start(estimator.program)
-  assert [worker.process for worker in quick._idle] == before
+  assert [worker.process for worker in quick.ready()] == before
   monkeypatch.setenv('XLA_FLAGS', f'{os.environ.get("XLA_FLAGS", "")} --xla_dump_max_hlo_modules=1')
   quick.start(estimator.program)
-  assert quick.idle() == 0 and all(process.poll() is not None for process in before)
+  assert not quick.ready() and all(process.poll() is not None for process in before)
 
 
 def test_a_search_finds_the_same_with_several_processes(monkeypatch, tmp_path):
@@ -167,7 +168,7 @@ def test_a_search_finds_the_same_with_several_processes(monkeypatch, tmp_path):
   sent, starting, costs = [], WalkWorkers.start, WalkWorkers.costs
 
   def start(self, program):
-    if not self._idle:
+    if not self.ready():
       monkeypatch.setattr(WalkWorkers, 'start', starting)
       started(self, program)
       monkeypatch.setattr(WalkWorkers, 'start', start)

@@ -9,7 +9,7 @@ names. If the target's compiler is installed, it then partitions the whole step,
 
 Without it, or where that is left out, as for most layouts of a search, Shardy's own propagation assigns a sharding to
 every value (`mlir`), and one walk over the program counts FLOPs, memory traffic and collectives, and finds the peak
-memory (`cost_walk`):
+memory (`step_program`, `cost_walk`; for many layouts at a time in other processes, `walk_workers`):
 
 * each operation requires shardings of its operands (`requirements`, `operations`, `matmuls`, `gather_scatter`);
 * a value with another sharding is resharded (`value_moves`, `resharding`), in the dtype that is cheapest to send (`wire_dtypes`);
@@ -151,19 +151,19 @@ class Estimator:
     self.parameter_names = frozenset(
       name for array in state for name in array.sharding.spec if isinstance(name, str)
     )
-    self._step = _LoweredStep(self._lowering, self._platform)
-    self._steps: dict[BatchLeaves | None, _LoweredStep] = {None: self._step}
+    self._step = _NamedStep(self._lowering, self._platform)
+    self._steps: dict[BatchLeaves | None, _NamedStep] = {None: self._step}
     self._left_out = python_calls(self._lowering.jaxpr)
     batch = self._train_step.batch
     parts = [*leaf_parts(self._lowering.state), *['batch'] * len(jax.tree.leaves(batch))]
     self._parts = [parts[place] for place in self._lowering.places]
     self._collect_names()
 
-  def _with_batch(self, batch: BatchLeaves | None) -> _LoweredStep:
+  def _with_batch(self, batch: BatchLeaves | None) -> _NamedStep:
     """The step with the batch constrained that a layout constrains, if any; lowered where a layout first does."""
     if batch not in self._steps:
       lowering = self._lowering.with_batch(cast(BatchLeaves, batch))
-      self._steps[batch] = _LoweredStep(lowering, self._platform, True)
+      self._steps[batch] = _NamedStep(lowering, self._platform, True)
     return self._steps[batch]
 
   def _collect_names(self) -> None:
@@ -371,7 +371,7 @@ class BegunEstimate(NamedTuple):
   used: Sequence[int]
 
 
-class _LoweredStep:
+class _NamedStep:
   """A step lowered on the mesh of its names, and its program.
 
   Args:

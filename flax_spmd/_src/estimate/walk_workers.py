@@ -2,7 +2,7 @@
 
     workers = WalkWorkers(4)
     workers.start(program)          # returns at once
-    if workers.idle():
+    if workers.ready():
       costs = workers.costs([(program, request), ...])
     workers.close()
 
@@ -76,8 +76,8 @@ class WalkWorkers:
     workers = [WorkerProcess(_MODULE, environment=environment) for _ in range(self.count)]
     self._starting = dict.fromkeys(workers, program)
 
-  def idle(self) -> int:
-    """The number of processes that have started, and so can find costs."""
+  def ready(self) -> list[WorkerProcess]:
+    """The processes that have started, and so can find costs."""
     for worker, program in list(self._starting.items()):
       if worker.connection.poll():
         del self._starting[worker]
@@ -88,7 +88,7 @@ class WalkWorkers:
         elif is_running:
           self._idle.append(worker)
     self._idle = [worker for worker in self._idle if worker.is_running]
-    return len(self._idle)
+    return [*self._idle]
 
   def costs(self, requests: Sequence[tuple[StepProgram, CostRequest]]) -> list[Costs | None]:
     """The costs of each request, in order; None where a process has found none, as with an error.

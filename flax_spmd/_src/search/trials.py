@@ -293,11 +293,11 @@ class Trials:
     if variant.cache is None or variant.estimator is None:
       return
     workers.start(variant.estimator.program)
-    if not (idle := workers.idle()):
+    if not (ready := workers.ready()):
       return
     known = self.partitioned if partition else self.estimated
     others = (one for one in candidates if one not in known and (one, partition) not in self._prepared)
-    group = list(dict.fromkeys(others))[: min(most, _AHEAD * idle)]
+    group = list(dict.fromkeys(others))[: min(most, _AHEAD * len(ready))]
     begun = [one for each in group if (one := self._begun(each, partition))]
     self._prepared.update((one, partition) for one in group)
     costs = workers.costs([(one.program, one.request) for _, _, one in begun])
