@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.jit.arguments import is_hashable
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.plan.placement_shardings import TYPO_WARNING
 from flax_spmd._src.public import public
 from flax_spmd._src.search.pipelines import check_pipelines, pipeline_searches
 from flax_spmd._src.search.result import SearchResult
@@ -156,7 +158,12 @@ def search(
   searches = pipeline_searches(pipelines, trials, space, constraints_on)
   most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
   limit = min(candidates, most)
-  return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
+  run = SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show)
+  with (
+    warnings.catch_warnings()
+  ):  # a candidate leaves out names on purpose, also those that resemble others
+    warnings.filterwarnings('ignore', TYPO_WARNING)
+    return run.run()
 
 
 def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:
