@@ -125,9 +125,12 @@ class NamedLowering(NamedTuple):
       layout: layout of the step.
       batch: tree of the step's second argument: shapes with the layout's shardings.
     """
-    dynamic = jax.tree.structure(self.arguments).unflatten(
-      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
+    dynamic = jax.tree.unflatten(
+      jax.tree.structure(self.arguments),
+      [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(self.leaves(batch), self.shardings(layout, batch), strict=True)
+      ],
     )
     found = self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
     if found is None:

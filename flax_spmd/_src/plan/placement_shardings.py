@@ -129,7 +129,9 @@ def _misfits(
 
 def unplaced(placed: Sequence[PlacedPart], treedef: Any) -> tuple[Any, list[bool]]:
   """The parts of a tree without a placement, with None for the others; and per leaf, whether it is in them."""
-  rest = treedef.unflatten([part if placement is None else None for _, placement, part in placed])
+  rest = jax.tree.unflatten(
+    treedef, [part if placement is None else None for _, placement, part in placed]
+  )
   marks = [placement is None for _, placement, part in placed for _ in jax.tree.leaves(part)]
   return rest, marks
 
