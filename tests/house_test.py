@@ -47,6 +47,20 @@ def test_every_module_has_a_docstring():
   assert not without
 
 
+def test_trees_are_made_by_jax():
+  """States whose classes check their fields let `jax.tree.unflatten` pass, and not a method of the tree's structure."""
+  of_other_trees = re.compile(r'jax\.tree|skeleton|_graphlib\(\)')  # checkpoints', NNX's
+  offenders = [
+    f'{path.name}:{node.lineno} {ast.unparse(node)}'
+    for path, tree in modules(PACKAGE).items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute)
+    and node.attr == 'unflatten'
+    and not of_other_trees.fullmatch(ast.unparse(node.value))
+  ]
+  assert not offenders
+
+
 def test_tests_touch_no_private_name():
   """Attributes with an underscore, except those of NamedTuples, displays, JAX's jitted functions, and a test's own classes."""
   allowed = re.compile(r'_(asdict|replace|fields|make|exit|repr_\w+_|cache_size)|__\w+__')

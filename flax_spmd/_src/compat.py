@@ -1787,16 +1787,19 @@ def _partitioned(
   """A function of `custom_partitioning` as its own `partition` makes it for these shardings."""
   call, in_tree, out_tree = (params[name] for name in ('call', 'in_tree', 'out_tree'))
   shapes = [
-    tree.unflatten(
-      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-      for aval, axes in zip(avals, listed, strict=True)
+    jax.tree.unflatten(
+      tree,
+      [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+        for aval, axes in zip(avals, listed, strict=True)
+      ],
     )
     for tree, avals, listed in ((in_tree, call.in_avals, arguments), (out_tree, call.out_avals, results))
   ]
   _, local, out, into = params['partition'](*params['static_args'], mesh, *shapes)
 
   def flat(*args: Any) -> Any:
-    return out_tree.flatten_up_to(local(*in_tree.unflatten(args)))
+    return out_tree.flatten_up_to(local(*jax.tree.unflatten(in_tree, args)))
 
   return jax.shard_map(
     flat,
@@ -1887,7 +1890,9 @@ def reloaded(compiled: Any, old_devices: Sequence[Any], devices: Sequence[Any]) 
   except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
     return None
   unloaded, info, no_kwargs = _ExecutableLoader(io.BytesIO(code), old_devices, devices).load()
-  return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(info), out_tree, no_kwargs=no_kwargs)
+  return jax.stages.Compiled(
+    unloaded.load(), [], jax.tree.unflatten(in_tree, info), out_tree, no_kwargs=no_kwargs
+  )
 
 
 class DeviceCopy:

@@ -139,9 +139,12 @@ def with_logical_constraint(
       f'{_location()}: the logical names {value_text(logical_axis_resources)} are not a prefix of the tree: {shown(error)}\n'
       "Fix: write one array's names as a tuple, such as ('batch', None), or a tree of such tuples."
     ) from None
-  return treedef.unflatten(
-    jax.tree.map(functools.partial(one, names), subtree)
-    for names, subtree in zip(given, subtrees, strict=True)
+  return jax.tree.unflatten(
+    treedef,
+    [
+      jax.tree.map(functools.partial(one, names), subtree)
+      for names, subtree in zip(given, subtrees, strict=True)
+    ],
   )
 
 

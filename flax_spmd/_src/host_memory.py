@@ -87,7 +87,10 @@ def on_host(result: Any, hosted: Collection[int]) -> Any:
   if not hosted:
     return result
   leaves, treedef = jax.tree.flatten(result)
-  return treedef.unflatten(
-    jax.device_put(leaf, jax.memory.Space.Host) if index in hosted else leaf
-    for index, leaf in enumerate(leaves)
+  return jax.tree.unflatten(
+    treedef,
+    [
+      jax.device_put(leaf, jax.memory.Space.Host) if index in hosted else leaf
+      for index, leaf in enumerate(leaves)
+    ],
   )

@@ -63,7 +63,7 @@ def fitted_shardings(x: Any, shardings: Any, names: Any) -> Any:
     for problem in _problems_of(sharding, np.shape(leaf), mesh, names)
   ]
   raise_problems(list(dict.fromkeys(problems)))
-  return treedef.unflatten(kept)
+  return jax.tree.unflatten(treedef, kept)
 
 
 def check_axes_of_sharding(mesh: MeshLike, spec: PartitionSpec) -> None:

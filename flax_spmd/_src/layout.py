@@ -239,7 +239,7 @@ class Layout:
     check_is_tree(tree)
     if placements is not None:
       shardings = self._shardings(tree, placements)
-      return jax.tree.structure(tree).unflatten(shardings)
+      return jax.tree.unflatten(jax.tree.structure(tree), shardings)
     return self._planner.shardings(tree)
 
   def names(self, tree: Any, *, logical_only: bool = False) -> list[Any]:
@@ -834,7 +834,7 @@ class Layout:
     """
     placement_shardings.check_concrete(self._mesh)
     shardings = placement_shardings.shardings_of_parts(tree, placements, self._planner)
-    return local_to_global(tree, jax.tree.structure(tree).unflatten(shardings), check=check)
+    return local_to_global(tree, jax.tree.unflatten(jax.tree.structure(tree), shardings), check=check)
 
   def local_indices(self, tree: Any, placements: Any = None) -> Any:
     """The part of a batch that this process has to load for `local_to_global`.
@@ -863,8 +863,9 @@ class Layout:
     placement_shardings.check_concrete(self._mesh)
     shardings = self._shardings(tree, placements)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(
-      local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+    return jax.tree.unflatten(
+      treedef,
+      [local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)],
     )
 
   def data_shard(self, placement: Any = 'batch') -> DataShard:

@@ -195,7 +195,7 @@ class Plan(Generic[State]):
 
   def _plain(self, tree: Any, leaves: Sequence[Any]) -> Any:
     plain = box_trees.unbox(tree, apply_constraint=False)
-    return jax.tree.structure(plain).unflatten(leaves)
+    return jax.tree.unflatten(jax.tree.structure(plain), leaves)
 
   def _leaves(self, tree: Any) -> list[Any]:
     """The leaves of a state of this plan."""

@@ -77,6 +77,18 @@ def test_available_devices():
       "'v5e:16': the torus of v5e has 2 axes.\nFix: give the number of chips along each axis, such as v5e:4x4.",
     ),
     (
+      'v6e:8',
+      "'v6e:8': the torus of v6e has 2 axes.\nFix: give the number of chips along each axis, such as v6e:2x4.",
+    ),
+    (
+      'v5p:1536',
+      "'v5p:1536': the torus of v5p has 3 axes.\nFix: give the number of chips along each axis, such as v5p:8x12x16.",
+    ),
+    (
+      'v5e:1',
+      "'v5e:1': the torus of v5e has 2 axes.\nFix: give the number of chips along each axis, such as v5e:1x1.",
+    ),
+    (
       'h100:12',
       "'h100:12': h100 has 8 chips per node.\n"
       'Fix: give a multiple of that, or nodes and chips per node, such as h100:2x8.',

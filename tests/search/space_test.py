@@ -245,6 +245,17 @@ def test_the_batch_may_be_a_later_dimension():
   assert facts.batch == {'batch'}
 
 
+@pytest.mark.parametrize('name', ['act_batch', 'activation_batch', 'decode_batch_no_exp'])
+def test_presets_shard_the_batch_under_each_of_its_names(name):
+  sizes = NAMES | {name: (1, 64), 'batch_norm': (96,)}
+  train_step = TrainStep(None, unnamed, jax.ShapeDtypeStruct((64, 96), jnp.float32))
+  facts = facts_of(train_step, {}, sizes, PARAMETERS | {'batch_norm'}, TOGETHER)
+  assert facts.batch == {'batch', name}  # a name of parameters is no batch
+  starts = starting_points(space(facts=facts), 40)
+  assert 'data_parallel' in {start.preset for start in starts}
+  assert all(start.candidate.axes_of('batch') == start.candidate.axes_of(name) for start in starts)
+
+
 def test_fsdp_without_effect_is_dropped():
   where = space('h100:8', FACTS._replace(min_sizes=(1,)))
   assert not where.legal(one(8, rules={'batch': (0,)}, fsdp_axes=(0,))).fsdp_axes

@@ -251,3 +251,22 @@ def test_paths_of_the_host_that_are_no_texts(host):
     f'host: {host!r} is no path expression, and no sequence of them.\n'
     "Fix: pass the paths of arrays that may be in the host's memory, such as host='^opt_state/'."
   )
+
+
+@pytest.mark.parametrize('name', ['act_batch', 'activation_batch'])
+def test_activations_may_name_the_batch_in_their_own_way(name):
+  def step(state, x):
+    def loss(state):
+      y = spmd.with_logical_constraint(x @ state['w'][0], (name, 'act_length', 'act_embed'))
+      y = spmd.with_logical_constraint(y @ state['w'][1], (name, 'act_length', 'act_embed'))
+      return jnp.sum(y**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state)), 0.0
+
+  plain = lambda: {'w': jnp.ones((2, WIDTH, WIDTH))}
+  train_step = TrainStep(step, plain, jax.ShapeDtypeStruct((512, 128, WIDTH), jnp.float32))
+  result = spmd.search(train_step, 'h100:8', candidates=10, top=0)
+  assert {'data_parallel', 'fsdp'} <= {*result.presets.values()}
+  shown = (one.layout for one in result.outcomes if one.name in result.presets)
+  tables = [dict(layout.rules.pairs) for layout in (result.layout, *shown)]
+  assert all(table[name] == table['batch'] for table in tables)

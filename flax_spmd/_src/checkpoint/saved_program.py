@@ -213,7 +213,7 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     ) from error
   count, results = len(exported.in_avals), len(exported.out_avals)
   _check_count(count, len(arguments.leaves))
-  result = skeleton.flatten(plain(exported.out_tree.unflatten(range(results)))).skeleton
+  result = skeleton.flatten(plain(jax.tree.unflatten(exported.out_tree, range(results)))).skeleton
   flat = dataclasses.replace(
     exported,
     in_tree=jax.tree.structure((tuple(range(count)), {})),
@@ -262,7 +262,7 @@ def _for_mesh(exporting: Any, args: Any, mesh: MeshLike) -> export.Exported:
     else leaf
     for leaf, aval in zip(leaves, exported.in_avals, strict=True)
   ]
-  exported = exporting(*treedef.unflatten(leaves))
+  exported = exporting(*jax.tree.unflatten(treedef, leaves))
   exported.in_shardings_jax(mesh)
   return exported
 

@@ -118,7 +118,7 @@ def _names(tree: Any, part: Callable[[Any], Any]) -> list[Any]:
 
   They are those in the whole tree, since an array may get its names from another part.
   """
-  named = jax.tree.structure(tree).unflatten(map(_Names, leaf_names(tree, logical_only=True)))
+  named = jax.tree.unflatten(jax.tree.structure(tree), map(_Names, leaf_names(tree, logical_only=True)))
   return [leaf.names for leaf in jax.tree.leaves(part(named))]
 
 
@@ -289,7 +289,9 @@ def of_record(record: Record, layout: Layout, changes: Changes, boxed: bool) -> 
     path: describe(value, None if leaves[path].on_mesh else leaves[path].names)
     for path, value in values.items()
   }
-  return RestoreTarget(values, Side(records, record.kinds), structure.unflatten)
+  return RestoreTarget(
+    values, Side(records, record.kinds), functools.partial(jax.tree.unflatten, structure)
+  )
 
 
 def _warn_of_typos(leaves: Iterable[LeafRecord], layout: Layout) -> None:

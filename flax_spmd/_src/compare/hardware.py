@@ -210,7 +210,7 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
     if len(sizes) != chip.torus:
       raise TargetDeviceError(
         f'{value_text(text)}: the torus of {chip.name} has {chip.torus} axes.\n'
-        f'Fix: give the number of chips along each axis, such as {chip.name}:{"x".join(["4"] * chip.torus)}.'
+        f'Fix: give the number of chips along each axis, such as {chip.name}:{_torus(math.prod(sizes), chip.torus)}.'
       )
     return tuple(sizes)
   if len(sizes) == 2:
@@ -222,6 +222,15 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
     )
   nodes = max(1, sizes[0] // chip.per_node)
   return nodes, sizes[0] // nodes
+
+
+def _torus(chips: int, axes: int) -> str:
+  """The sizes of a torus with a number of chips, as equal as they can be."""
+  if axes == 1:
+    return str(chips)
+  upto = round(chips ** (1 / axes))
+  smallest = max(n for n in range(1, upto + 1) if chips % n == 0 and n**axes <= chips)
+  return f'{smallest}x{_torus(chips // smallest, axes - 1)}'
 
 
 def share(target: Target, parts: int) -> Target:

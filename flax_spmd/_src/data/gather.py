@@ -57,7 +57,7 @@ def gather(tree: Any) -> Any:
     arrays = _replicated(arrays)
   for index, original, value in zip(indices, originals, jax.device_get(arrays), strict=True):
     leaves[index] = _as_key(value, original) if _is_key(original) else value
-  return treedef.unflatten(leaves)
+  return jax.tree.unflatten(treedef, leaves)
 
 
 def _unavailable(tree: Any) -> list[Problem]:

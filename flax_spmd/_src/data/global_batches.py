@@ -77,7 +77,7 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
     # With the global shape, JAX finds each device's slice by its position in the global array, and
     # supports meshes with unequal numbers of devices per process.
     results = list(map(jax.make_array_from_process_local_data, targets, arrays, shapes))
-  return jax.tree.structure(tree).unflatten(results)
+  return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
 def local_indices(shape: Sequence[int], sharding: Sharding) -> tuple[np.ndarray, ...]:

@@ -128,9 +128,12 @@ class NamedLowering(NamedTuple):
       batch: tree of the step's second argument: shapes with the layout's shardings.
       shardings: those of all leaves of `arguments` under the layout.
     """
-    dynamic = jax.tree.structure(self.arguments).unflatten(
-      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(self.leaves(batch), shardings, strict=True)
+    dynamic = jax.tree.unflatten(
+      jax.tree.structure(self.arguments),
+      [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(self.leaves(batch), shardings, strict=True)
+      ],
     )
     found = self.train_step.jitted(layout).batch_of(dynamic, self.result, self.jaxpr)
     if found is None:

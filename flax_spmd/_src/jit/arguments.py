@@ -240,7 +240,7 @@ class Arguments(NamedTuple):
     if all(map(_has_traceable_instances, set(map(type, leaves)))) or all(map(is_traceable, leaves)):
       return args, kwargs
     self._check_static_objects(dynamic)
-    return self.filled(treedef.unflatten(map(_as_static, leaves)), args, kwargs)
+    return self.filled(jax.tree.unflatten(treedef, map(_as_static, leaves)), args, kwargs)
 
   def without_static_objects(self, args, kwargs) -> tuple[Any, Any]:
     """The arguments, with the objects themselves in place of those that `with_static_objects` made."""
@@ -483,7 +483,7 @@ def closed_over(
     leaves = [leaf for _, leaf in paths]
     for name, array in arrays.items():
       leaves[numbers[name]] = array
-    args, kwargs = treedef.unflatten(leaves)
+    args, kwargs = jax.tree.unflatten(treedef, leaves)
     return fn(*args, **kwargs)
 
   cast(Any, of_arrays).__signature__ = inspect.signature(of_arrays, follow_wrapped=False)

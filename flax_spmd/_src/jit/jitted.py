@@ -415,7 +415,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       with planned_traces():
         return planned.function(*args, **kwargs)
     leaves, treedef = jax.tree.flatten(result)
-    return treedef.unflatten(map(put, leaves, self._final_shardings(planned, args, kwargs)))
+    return jax.tree.unflatten(treedef, map(put, leaves, self._final_shardings(planned, args, kwargs)))
 
   def _final_shardings(self, planned: CallPlan, args, kwargs) -> Sequence[Any]:
     """The shardings of a call's results, those of the compiler's choice included."""
@@ -438,7 +438,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     shardings = plan_inputs(dynamic)
     check_required(dynamic, shardings, self._arguments)
     transferred = map(put, leaves, shardings)
-    return self._arguments.filled(treedef.unflatten(transferred), args, kwargs)
+    return self._arguments.filled(jax.tree.unflatten(treedef, transferred), args, kwargs)
 
   def _planned_for(self, args, kwargs) -> tuple[CallPlan, bool]:
     """The plan for prepared arguments, and whether it was known."""

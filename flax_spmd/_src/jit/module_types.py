@@ -193,9 +193,12 @@ def _mesh_of_type(value: Any) -> MeshLike:
 
 def _typed(tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:
   leaves, treedef = jax.tree.flatten(tree)
-  return treedef.unflatten(
-    leaf if spec is None else jax.sharding.reshard(leaf, spec)
-    for leaf, spec in zip(leaves, specs, strict=True)
+  return jax.tree.unflatten(
+    treedef,
+    [
+      leaf if spec is None else jax.sharding.reshard(leaf, spec)
+      for leaf, spec in zip(leaves, specs, strict=True)
+    ],
   )
 
 

@@ -95,7 +95,7 @@ class NamedAxis(NamedTuple):
         each = [
           leaf if axis is None else next(remaining) for leaf, axis in zip(leaves, axes, strict=True)
         ]
-        inner_args, inner_kwargs = arguments.filled(treedef.unflatten(each), args, kwargs)
+        inner_args, inner_kwargs = arguments.filled(jax.tree.unflatten(treedef, each), args, kwargs)
         return fn(*inner_args, **inner_kwargs)
 
       parts = [
@@ -157,8 +157,8 @@ class NamedAxis(NamedTuple):
     )
     whole, split = map(iter, mapped(parts))
     treedef, out_axes = structure
-    return treedef.unflatten(
-      next(whole) if axis is None else _merged(next(split), axis) for axis in out_axes
+    return jax.tree.unflatten(
+      treedef, [next(whole) if axis is None else _merged(next(split), axis) for axis in out_axes]
     )
 
 

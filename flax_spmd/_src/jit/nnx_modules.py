@@ -366,7 +366,7 @@ def leaves_of_values(updated: Updated, dynamic: Any) -> list[list[int]]:
 
 def _numbered(tree: Any) -> Any:
   structure = jax.tree.structure(tree)
-  return structure.unflatten(map(LeafNumber, range(structure.num_leaves)))
+  return jax.tree.unflatten(structure, map(LeafNumber, range(structure.num_leaves)))
 
 
 def _filled(tree: Any) -> Any:

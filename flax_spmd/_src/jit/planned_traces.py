@@ -190,7 +190,7 @@ class TracedFunction:
     leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
 
     def filled(leaves: Any) -> Any:
-      return self._arguments.filled(treedef.unflatten(leaves), args, kwargs)
+      return self._arguments.filled(jax.tree.unflatten(treedef, leaves), args, kwargs)
 
     def of_leaves(leaves: Any) -> Any:
       positional, named = filled(leaves)
@@ -217,4 +217,4 @@ def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
     anchor = leaves[traced[0]]
     anywhere = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(anchor.shape))
     leaves[traced[0]] = jax.lax.with_sharding_constraint(anchor, NamedSharding(mesh, anywhere))
-  return treedef.unflatten(leaves)
+  return jax.tree.unflatten(treedef, leaves)

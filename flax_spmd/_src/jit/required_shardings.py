@@ -27,7 +27,7 @@ class LeafShardings(NamedTuple):
 
   def tree(self) -> Any:
     """The shardings as a tree."""
-    return self.treedef.unflatten(self.shardings)
+    return jax.tree.unflatten(self.treedef, self.shardings)
 
 
 def check_required(dynamic: Any, shardings: Sequence[Sharding | None], arguments: Arguments) -> None:
@@ -180,9 +180,12 @@ def put(leaf: Any, sharding: Sharding | None) -> Any:
 def with_shardings(tree: Any, shardings: Sequence[Sharding | None]) -> Any:
   """The tree with abstract leaves in place of those that have a required sharding."""
   leaves, treedef = jax.tree.flatten(tree)
-  return treedef.unflatten(
-    leaf
-    if sharding is None
-    else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding)
-    for leaf, sharding in zip(leaves, shardings, strict=True)
+  return jax.tree.unflatten(
+    treedef,
+    [
+      leaf
+      if sharding is None
+      else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding)
+      for leaf, sharding in zip(leaves, shardings, strict=True)
+    ],
   )

@@ -62,7 +62,9 @@ def with_sharding_constraint(x: Any, placements: Any) -> Any:
     P(None, 'data')
   """
   described, treedef = parts(x, placements)
-  return treedef.unflatten([_constrain_part(part, placement) for _, placement, part in described])
+  return jax.tree.unflatten(
+    treedef, [_constrain_part(part, placement) for _, placement, part in described]
+  )
 
 
 @public('flax_spmd', unchecked=['name'])
@@ -190,13 +192,19 @@ def _constrain_leaves(
     problems += [problem.at(at) for resolution in resolutions for problem in resolution.problems]
     resolved.append((unit, resolutions))
   raise_problems(problems)
-  return treedef.unflatten([_constrain_unit(unit, resolutions, mesh) for unit, resolutions in resolved])
+  return jax.tree.unflatten(
+    treedef, [_constrain_unit(unit, resolutions, mesh) for unit, resolutions in resolved]
+  )
 
 
 def _constrain_unit(unit: Any, resolutions: list[Resolution], mesh: Any) -> Any:
   leaves, treedef = jax.tree.flatten(unit)
-  return treedef.unflatten(
-    constrain(leaf, resolution.spec, mesh) for leaf, resolution in zip(leaves, resolutions, strict=True)
+  return jax.tree.unflatten(
+    treedef,
+    [
+      constrain(leaf, resolution.spec, mesh)
+      for leaf, resolution in zip(leaves, resolutions, strict=True)
+    ],
   )
 
 

@@ -148,7 +148,7 @@ def plain(tree: Any) -> Any:
   """
   check_no_cycles(tree)
   units, treedef = jax.tree.flatten(attributes_as_keys(tree), is_leaf=is_unit)
-  return treedef.unflatten(static_of(unit)[1] for unit in units)
+  return jax.tree.unflatten(treedef, [static_of(unit)[1] for unit in units])
 
 
 def rebuilt(tree: Any, leaves: Iterable[Any]) -> Any:
@@ -156,7 +156,7 @@ def rebuilt(tree: Any, leaves: Iterable[Any]) -> Any:
   units = jax.tree.leaves(tree, is_leaf=is_unit)
   if any(compat.is_variable_type(type(unit)) for unit in units) or has_modules(tree):
     return rebuilt_modules(tree, leaves)
-  return jax.tree.structure(tree).unflatten(leaves)
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:

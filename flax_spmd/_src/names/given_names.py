@@ -61,7 +61,9 @@ def with_names(tree: Any, names: Any) -> Any:
   raise_problems(
     [problem for unit, each in zip(units, given, strict=True) for problem in _problems(unit, each)]
   )
-  return treedef.unflatten(_boxed(unit.unit, each) for unit, each in zip(units, given, strict=True))
+  return jax.tree.unflatten(
+    treedef, [_boxed(unit.unit, each) for unit, each in zip(units, given, strict=True)]
+  )
 
 
 class _NamedUnit(NamedTuple):

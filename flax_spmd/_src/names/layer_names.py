@@ -106,7 +106,9 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
     created = [box.named(linen)[1] for box in layers.created]
     idle = list(own.idle([*origins, *created], paths))
   raise_problems([*problems, *idle])
-  return treedef.unflatten(nodes) if any(isinstance(node, LayerBox) for _, node in flat) else result
+  return (
+    jax.tree.unflatten(treedef, nodes) if any(isinstance(node, LayerBox) for _, node in flat) else result
+  )
 
 
 def _is_nnx(node: Any) -> bool:

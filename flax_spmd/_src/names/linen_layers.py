@@ -210,7 +210,7 @@ class LinenLayers:
     flat, treedef = jax.tree.flatten(variables, is_leaf=lambda node: isinstance(node, LayerBox))
     named = [each.named(self._tables) if isinstance(each, LayerBox) else (each, None) for each in flat]
     self.origins += [origin for _, origin in named if origin is not None]
-    return treedef.unflatten(value for value, _ in named)
+    return jax.tree.unflatten(treedef, [value for value, _ in named])
 
   def _box_collection(self, module: nn.Module, collection: str, variables: Any) -> dict[str, Any]:
     """A collection of a module's variables with boxes."""

@@ -159,11 +159,16 @@ def _split_tree(tree: Any) -> tuple[list[int | None], Callable[[Iterable[Any]], 
   arrays, structure = jax.tree.flatten([each for _, each in split])
 
   def merged(values: Iterable[Any]) -> Any:
-    parts = zip((definition for definition, _ in split), structure.unflatten(values), strict=True)
+    parts = zip(
+      (definition for definition, _ in split), jax.tree.unflatten(structure, values), strict=True
+    )
     index = compat.nnx_index_map({})
-    return treedef.unflatten(
-      part[0] if definition is None else compat.nnx_merge(definition, part, index)
-      for definition, part in parts
+    return jax.tree.unflatten(
+      treedef,
+      [
+        part[0] if definition is None else compat.nnx_merge(definition, part, index)
+        for definition, part in parts
+      ],
     )
 
   return leaf_numbers(merged(map(LeafNumber, range(len(arrays))))), merged

@@ -56,7 +56,7 @@ def get_partition_spec(tree: Any) -> Any:
   specs = [by_static[static] for static in names.box_statics]
   if None in names.shapes or names.inferred:  # Python scalars, boxes around several arrays
     specs = [_unit_spec(names, index, spec) for index, spec in enumerate(specs)]
-  return names.treedef.unflatten(map(_in_variable, names.units, specs))
+  return jax.tree.unflatten(names.treedef, map(_in_variable, names.units, specs))
 
 
 @public('flax_spmd')
@@ -179,7 +179,7 @@ def _unit_spec(names: TreeNames, index: int, spec: PartitionSpec) -> Any:
   specs = [PartitionSpec(*(inference.names or ())) for inference in names.inferred[index]]
   if len(set(specs)) <= 1:
     return specs[0] if specs else spec  # of a box around no array
-  return jax.tree.structure(names.units[index]).unflatten(specs)
+  return jax.tree.unflatten(jax.tree.structure(names.units[index]), specs)
 
 
 def _map_specs(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -188,7 +188,7 @@ def _map_specs(fn: Callable[[Any], Any], tree: Any) -> Any:
   specs, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
   by_id = {id(spec): spec for spec in specs}
   results = {key: fn(spec) for key, spec in by_id.items()}
-  return treedef.unflatten([results[id(spec)] for spec in specs])
+  return jax.tree.unflatten(treedef, [results[id(spec)] for spec in specs])
 
 
 def _table(rules: Any) -> Rules:

@@ -79,13 +79,15 @@ def accumulate(
   avals = jax.tree.map(jax.typeof, batch)
   one = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype), avals)
   results, treedef = jax.tree.flatten(jax.eval_shape(traced, one))
-  ops = reductions.of_results(op, treedef.unflatten(results), count)
+  ops = reductions.of_results(op, jax.tree.unflatten(treedef, results), count)
   stacks = [isinstance(each, reductions.STACKING) for each in ops]
 
   def one_pass(carry, each):
     microbatch, index = each
     leaves, structure = jax.tree.flatten(microbatch)
-    microbatch = structure.unflatten(microbatch_p.bind(*leaves, direction='forward', schedule=schedule))
+    microbatch = jax.tree.unflatten(
+      structure, microbatch_p.bind(*leaves, direction='forward', schedule=schedule)
+    )
     new = jax.tree.leaves(traced(microbatch))
     carry = [
       None if stacked else each.update(old, one, index)
@@ -100,11 +102,14 @@ def accumulate(
   indices = jnp.arange(count) if any(map(reductions.is_custom, ops)) else None
   carry, rows = lax.scan(one_pass, start, (batch, indices))
   stacked_rows = iter(rows)
-  return treedef.unflatten(
-    reductions.finished(
-      each, next(stacked_rows) if old is None else old, count, microbatches is not None
-    )
-    for each, old in zip(ops, carry)
+  return jax.tree.unflatten(
+    treedef,
+    [
+      reductions.finished(
+        each, next(stacked_rows) if old is None else old, count, microbatches is not None
+      )
+      for each, old in zip(ops, carry)
+    ],
   )
 
 

@@ -211,7 +211,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     abstract = setting.ranks[0].abstract_mesh
 
     def function(leaves):
-      dynamic = request.treedef.unflatten(leaves)
+      dynamic = jax.tree.unflatten(request.treedef, leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
       with trace_scope(InForce(abstract, setting.rules), STAGES_MESH), ends:
@@ -239,7 +239,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   def _unconstrained_batch(self, jaxpr: Any, request: Request, result: Any) -> BatchLeaves | None:
     """The arguments whose examples have to be constrained throughout the step; None if it needs no constraints."""
     setting, mesh = self._setting, self._setting.ranks[0].abstract_mesh
-    dynamic = request.treedef.unflatten(request.avals)
+    dynamic = jax.tree.unflatten(request.treedef, request.avals)
     is_named = any(TreeNames(dynamic).statics)
     is_settled = not any(map(any, request.specs)) or (not is_named and has_constraints(jaxpr))
     if not setting.constrain_batch or is_settled:
@@ -265,16 +265,19 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   def _known_arguments(self, request: Request) -> Any:
     """The dynamic arguments with their shardings on the whole mesh; those of an argument on the host are unknown."""
     mesh = self._setting.mesh
-    args, kwargs = request.treedef.unflatten(
-      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
-      for aval, spec in zip(request.avals, request.specs, strict=True)
+    args, kwargs = jax.tree.unflatten(
+      request.treedef,
+      [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+        for aval, spec in zip(request.avals, request.specs, strict=True)
+      ],
     )
     return tuple(map(_unless_replicated, args)), {k: _unless_replicated(v) for k, v in kwargs.items()}
 
   def _donations(self, request: Request) -> list[bool]:
     """Per leaf, whether it is donated."""
     count = len(request.avals)
-    numbers = request.treedef.unflatten(range(count))
+    numbers = jax.tree.unflatten(request.treedef, range(count))
     static = [None] * len(request.args), dict.fromkeys(request.kwargs)
     kept = jax.tree.leaves(self._donated.dynamic(*self._arguments.filled(numbers, *static)))
     return [number not in kept for number in range(count)]
@@ -391,7 +394,7 @@ class TracedPipelineStep:
 
   def _succeeded(self, step: StepParts, results: Sequence[Value]) -> dict[Value, Value]:
     """The argument whose place each result takes in the next step; predictions take that of no batch."""
-    numbers = successors(self._result, self._request.treedef.unflatten(self._request.avals))
+    numbers = successors(self._result, jax.tree.unflatten(self._request.treedef, self._request.avals))
     pairs, batch = zip(results, numbers, strict=True), step.batch
     return {
       result: step.arguments[number]
@@ -404,7 +407,9 @@ class TracedPipelineStep:
     setting, request, mesh = self._setting, self._request, self._setting.ranks[0].abstract_mesh
     rows, specs = [*step.loop.body.rows.values()], dict(zip(step.arguments, request.specs, strict=True))
     if not is_constrained_over(self.jaxpr, setting.batch_axes):
-      every = zip(specs.items(), named_arguments(request.treedef.unflatten(request.avals)), strict=True)
+      every = zip(
+        specs.items(), named_arguments(jax.tree.unflatten(request.treedef, request.avals)), strict=True
+      )
       given = [(path, aval, spec) for (value, spec), (path, aval) in every if value in step.batch]
       warn_of_whole_rows(setting.name, rows, given, mesh, setting.batch_axes, setting.reported)
     found = _sources_of_rows(step, setting, request)
@@ -594,7 +599,7 @@ class LoweredPipelineStep:
       {process for use in uses for process in submeshes.processes_of(use.sharding.mesh)}
       for uses in machine.arguments
     ]
-    numbers = request.treedef.unflatten(range(len(users)))
+    numbers = jax.tree.unflatten(request.treedef, range(len(users)))
     paths = [path[:2] for path, _ in jax.tree_util.tree_leaves_with_path(numbers)]
     of_argument: dict[Any, set[int]] = defaultdict(set)
     for path, each in zip(paths, users, strict=True):

@@ -28,6 +28,9 @@ from flax_spmd._src.text import rank_text, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import FlaxSpmdError, LayoutError, MeshError, Problem, did_you_mean, raise_problems
 
+_NO_RULE = 'no rule for this logical name; it is replicated.'
+TYPO_WARNING = f'.*{_NO_RULE}'  # as an expression
+
 Default = Callable[[Any], Sequence[Sharding | None]]
 
 
@@ -126,7 +129,9 @@ def _misfits(
 
 def unplaced(placed: Sequence[PlacedPart], treedef: Any) -> tuple[Any, list[bool]]:
   """The parts of a tree without a placement, with None for the others; and per leaf, whether it is in them."""
-  rest = treedef.unflatten([part if placement is None else None for _, placement, part in placed])
+  rest = jax.tree.unflatten(
+    treedef, [part if placement is None else None for _, placement, part in placed]
+  )
   marks = [placement is None for _, placement, part in placed for _ in jax.tree.leaves(part)]
   return rest, marks
 
@@ -240,4 +245,4 @@ def _warn_of_typos(path: str, names: Any, planner: Planner) -> None:
     if isinstance(name, str) and name not in planner.rules.by_name:
       suggestion = did_you_mean(name, planner.rules.by_name)
       if suggestion:
-        warn(f'{path}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{suggestion}')
+        warn(f'{path}, dim {dim} {name!r}: {_NO_RULE}{suggestion}')

@@ -105,7 +105,7 @@ class Planner:
         every array that cannot be sharded as the rules demand.
     """
     shardings = self._tree_shardings(tree)
-    return shardings.treedef.unflatten(shardings.by_unit)
+    return jax.tree.unflatten(shardings.treedef, shardings.by_unit)
 
   def leaf_shardings(self, tree: Any) -> list[NamedSharding]:
     """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`."""
@@ -117,7 +117,7 @@ class Planner:
     if not any(names.statics):
       return [None] * len(jax.tree.leaves(tree))
     described = zip(names.units, names.statics, strict=True)
-    named = names.treedef.unflatten([unit if static else None for unit, static in described])
+    named = jax.tree.unflatten(names.treedef, [unit if static else None for unit, static in described])
     planned = iter(self.leaf_shardings(named))
     return [
       next(planned) if static else None
@@ -542,7 +542,7 @@ class _TreePlan:
       index not in self._names.inferred and index not in self._derived
     ):  # a box around a tree has one spec, as in Flax
       return shardings[0]
-    return jax.tree.structure(self._names.units[index]).unflatten(shardings)
+    return jax.tree.unflatten(jax.tree.structure(self._names.units[index]), shardings)
 
   def _arrays(self, index: int) -> Iterator[_ResolvedArray]:
     """The arrays of one unit, resolved."""

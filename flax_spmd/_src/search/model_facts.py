@@ -44,7 +44,7 @@ class ModelFacts(NamedTuple):
     names: sizes of the dimensions of each logical name.
     parameters: names on dimensions of the state.
     together: pairs of names that occur on one array.
-    batch: names of the batch dimension.
+    batch: names of the batch dimension, in the step's arguments and in activations.
     min_sizes: values of `min_size` for `fsdp` that make a difference for this model.
     paths: for a model without names, its kinds of parameters.
     batch_elements: number of elements of all arrays of the batch.
@@ -102,7 +102,7 @@ def facts_of(
     known,
     parameters,
     together,
-    first & known.keys(),
+    frozenset(name for name in known if name in first or _is_of_batch(name, parameters)),
     _min_sizes(row for row, part in zip(rows, parts, strict=True) if part != 'opt_state'),
     paths,
     max(1, elements),
@@ -137,6 +137,11 @@ def _batch_names(placements: Any) -> frozenset[str]:
   leaves = jax.tree.leaves(placements, is_leaf=is_names)
   names = ('batch' if 'batch' in leaf else leaf[0] for leaf in leaves if is_names(leaf) and leaf)
   return frozenset(filter(None, names))
+
+
+def _is_of_batch(name: str, parameters: frozenset[str]) -> bool:
+  """Whether activations have a name for the batch, such as `act_batch` or `activation_batch`."""
+  return 'batch' in name.split('_') and name not in parameters
 
 
 def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:

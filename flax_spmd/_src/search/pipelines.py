@@ -139,7 +139,7 @@ class PipelineTrials(Trials):
   """
 
   def __init__(self, whole: Trials, plain: Trials, schedule: Schedule):
-    super().__init__(whole.task, whole.memory, whole.first, whole.choices, whole.variant)
+    super().__init__(whole.task, whole.memory, whole.first, whole.choices, whole.workers, whole.variant)
     self.schedule, self._plain = schedule, plain
     self._simulations: dict[Choices, Simulation | PipelineError] = {}
 

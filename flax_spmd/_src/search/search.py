@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.jit.arguments import is_hashable
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.plan.placement_shardings import TYPO_WARNING
 from flax_spmd._src.public import public
 from flax_spmd._src.search.pipelines import check_pipelines, pipeline_searches
 from flax_spmd._src.search.result import SearchResult
@@ -152,15 +154,18 @@ def search(
     host=host,
   )
   constraints = constraints_on(hardware_target)
-  workers = WalkWorkers(task.jobs) if task.jobs > 1 else None
-  trials = Trials(task, constraints.memory, first, first_choices(values), workers=workers)
+  workers = WalkWorkers(task.jobs)
+  trials = Trials(task, constraints.memory, first, first_choices(values), workers)
   facts_under = lambda choices: trials.variant(choices).facts
   space = Space(first.facts, constraints, hardware_target, values, facts_under)
   searches = pipeline_searches(pipelines, trials, space, constraints_on)
   most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
   limit = min(candidates, most)
-  with contextlib.closing(workers) if workers else contextlib.nullcontext():
-    return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
+  run = SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show)
+  with contextlib.closing(workers), warnings.catch_warnings():
+    # a candidate leaves out names on purpose, also those that resemble others
+    warnings.filterwarnings('ignore', TYPO_WARNING)
+    return run.run()
 
 
 def _check_types(*kinds: tuple[Any, Mapping[str, Any]]) -> None:

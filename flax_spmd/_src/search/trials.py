@@ -1,6 +1,6 @@
 """Trials: the outcomes of the candidates tried so far, each computed once.
 
-    trials = Trials(task, memory, variant, choices)
+    trials = Trials(task, memory, variant, choices, workers)
     trials.outcome(candidate)      # an estimate, cached on disk
     trials.cost(candidate)         # one number, by which candidates are compared
     trials.compile([candidate])    # results of the target's own compiler
@@ -209,13 +209,14 @@ class Trials:
     memory: bytes available to the step on each device.
     first: the task under the first choice of arguments.
     choices: that choice.
+    workers: processes that estimate, if they are more than one.
     lower: lowers the step under another choice; `lower_variant` by default.
-    workers: processes that estimate; None if this one does alone.
 
   Attributes:
     estimated: outcome per candidate, corrected by the check if there is one.
     partitioned: those among them whose whole step was partitioned.
     compiled: those among them that were compiled.
+    workers: the processes.
     checked_by: what compiled layouts say about the estimates, or None.
   """
 
@@ -225,8 +226,8 @@ class Trials:
     memory: int,
     first: TaskVariant,
     choices: Choices,
+    workers: WalkWorkers,
     lower: Callable[[Choices], TaskVariant] | None = None,
-    workers: WalkWorkers | None = None,
   ):
     self.task, self.memory, self.first, self.choices = task, memory, first, choices
     self.batch = first.facts.batch
@@ -239,7 +240,7 @@ class Trials:
     self._simplified: dict[Candidate, Candidate] = {}  # candidates without rules that change nothing
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
-    self._workers = workers
+    self.workers = workers
     self._prepared: set[tuple[Candidate, bool]] = set()  # with whether they were partitioned
     self._seconds = 0.0  # of estimates
 
@@ -247,7 +248,7 @@ class Trials:
     """New trials of the same step on another number of the same chips."""
     task = self.task._replace(target=target)
     lower = lambda choices: self.variant(choices).on(target)
-    return Trials(task, self.memory, self.first.on(target), self.choices, lower, self._workers)
+    return Trials(task, self.memory, self.first.on(target), self.choices, self.workers, lower)
 
   @property
   def reason(self) -> str:
@@ -284,8 +285,8 @@ class Trials:
       most: number of candidates to estimate at most.
       partition: whether to partition their whole steps.
     """
-    workers = self._workers
-    if workers is None or not candidates or (candidates[0], partition) in self._prepared:
+    workers = self.workers
+    if workers.count == 1 or not candidates or (candidates[0], partition) in self._prepared:
       return
     if not partition and self._seconds < _STARTING:
       return

@@ -71,7 +71,7 @@ def stage_end(x: Any, name: str | None = None) -> Any:
     'pass arrays and numbers only; every stage can use the rest as it is.',
   )
   params = {'direction': 'forward', 'number': next(_numbers), 'name': name}
-  return treedef.unflatten(stage_end_p.bind(*leaves, **params))
+  return jax.tree.unflatten(treedef, stage_end_p.bind(*leaves, **params))
 
 
 @public('flax_spmd.pipeline')
@@ -130,7 +130,7 @@ def _may_end(results: Any) -> Any:
     marked = may_end_p.bind(*values, direction='forward', number=next(_numbers))
     for number, value in zip(traced, marked, strict=True):
       leaves[number] = value
-  return treedef.unflatten(leaves)
+  return jax.tree.unflatten(treedef, leaves)
 
 
 def _define(primitive: Primitive, results: Callable[[Sequence[Any]], Sequence[Any]]) -> None:

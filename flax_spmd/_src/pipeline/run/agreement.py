@@ -198,7 +198,9 @@ def argument_lines(
 ) -> Iterator[str]:
   """The arguments and the specs of the results."""
   texts = map(argument_text, request.avals, request.specs)
-  for (name, text), gone in zip(named_arguments(request.treedef.unflatten(texts)), donated, strict=True):
+  for (name, text), gone in zip(
+    named_arguments(jax.tree.unflatten(request.treedef, texts)), donated, strict=True
+  ):
     yield f'argument {name}: {text}{", donated" if gone else ""}'
   for number, spec in enumerate(planned):
     if spec is not None:

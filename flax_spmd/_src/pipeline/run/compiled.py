@@ -85,7 +85,7 @@ class CompiledPipeline:
       NamedSharding(joint(sorted(use.rank for use in uses) or everywhere), spec)
       for uses, spec in zip(self.machine.arguments, self._request.specs, strict=True)
     ]
-    return self._request.treedef.unflatten(shardings)
+    return jax.tree.unflatten(self._request.treedef, shardings)
 
   def init(self, create: Callable[..., Any], *args: Any, argument: int = 0, **kwargs: Any) -> Any:
     """Creates a state for the pipeline, each array on the stages that use it.
@@ -125,7 +125,7 @@ class CompiledPipeline:
     """
     leaves = self._checked(args, kwargs)
     results, seconds = self._run(self.machine.measure, leaves)
-    return self._result.unflatten(results), self._of_all_processes(seconds)
+    return jax.tree.unflatten(self._result, results), self._of_all_processes(seconds)
 
   def _of_all_processes(self, seconds: Mapping[Task, float]) -> dict[Task, float]:
     """The times of all tasks, equal on all processes, of which each has those of its own ranks."""
@@ -139,7 +139,7 @@ class CompiledPipeline:
 
   def run(self, leaves: Sequence[Any]) -> Any:
     """Runs the pipeline on leaves that `leaves` returned."""
-    return self._result.unflatten(self._run(self.machine, leaves))
+    return jax.tree.unflatten(self._result, self._run(self.machine, leaves))
 
   def _run(self, machine: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> Any:
     """The results of the machine; over several processes, under the watch.
@@ -166,11 +166,11 @@ class CompiledPipeline:
     """Raises if an argument that a program reads is deleted, such as one that an earlier call has overwritten."""
     read = (leaf for leaf, uses in zip(leaves, self.machine.arguments, strict=True) if uses)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in read):
-      check_usable(named_arguments(self._request.treedef.unflatten(leaves)))
+      check_usable(named_arguments(jax.tree.unflatten(self._request.treedef, leaves)))
 
   def _compare(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
     """Raises on every process if arguments differ that have to be alike; compares those with these numbers."""
-    setting, named = self._setting, named_arguments(self._request.treedef.unflatten(leaves))
+    setting, named = self._setting, named_arguments(jax.tree.unflatten(self._request.treedef, leaves))
     with joint(
       'pipeline arguments',
       f'The comparison of the arguments of {setting.name}',
@@ -228,7 +228,7 @@ class CompiledPipeline:
     """The differences from the arguments that it was compiled for, one line per leaf."""
     request, dynamic = self._request, self._arguments.dynamic(args, kwargs)
     text = lambda aval, spec: argument_text(aval.update(weak_type=False), spec)
-    old = request.treedef.unflatten(map(text, request.avals, request.specs))
+    old = jax.tree.unflatten(request.treedef, map(text, request.avals, request.specs))
     new = jax.tree.map(lambda leaf: text(aval_of(leaf), self._spec_of(leaf)), dynamic)
     static = (
       [(f'static {name}', repr(value)) for name, _, value in each]

@@ -57,7 +57,7 @@ def init_on_stages(
   for numbers, lowered in groups:
     for number, array in zip(numbers, lowered.compile()(arrays), strict=True):
       created[number] = array
-  return treedef.unflatten(created)
+  return jax.tree.unflatten(treedef, created)
 
 
 def _groups(
