@@ -131,6 +131,12 @@ def test_a_stage_on_the_mesh_of_all_ranks_is_refused():
   assert text_of(lambda x: constrained(x, layout.mesh, 'data')) == text.format("constraint P('data',)")
   assert text_of(lambda x: doubled(x, {'mesh': layout.mesh})) == text.format('shard_map')
   assert text_of(lambda x: jitted(x, layout.mesh)) == text.format("jit P('data',)")
+  of_rank = Mesh(layout.mesh.devices[:1], layout.mesh.axis_names)
+  rest = text[text.index('\n') :].format()
+  assert text_of(lambda x: constrained(x, of_rank, 'data')) == (
+    "The constraint P('data',) at foreign_meshes_test.py:N is on the mesh {'data': 4} of given devices, not of those "
+    "of each rank; the mesh of a stage is {'data': 4}." + rest
+  )
   for layer, factor in (
     (lambda x: jax.lax.with_sharding_constraint(x, P('data')), 1),
     (lambda x: doubled(x, {}), 2),
@@ -140,6 +146,29 @@ def test_a_stage_on_the_mesh_of_all_ranks_is_refused():
     found = layout.pipeline_jit(step_of(layer))(w, batch)
     wanted = jax.jit(step_of(lambda x: factor * x))(w, batch)  # noqa: B023
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, wanted)
+
+
+def test_a_stage_asks_its_mesh_for_the_platform_of_its_devices():
+  """As MaxText's attention does. `init` runs the function on the mesh of each rank, too."""
+  layout = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
+  x = jnp.arange(32.0).reshape(8, 4) / 32
+
+  def platform():
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.devices[(0,) * mesh.devices.ndim].platform
+
+  def create():
+    return {'first': jnp.eye(4), 'second': jnp.full((4, 4), {'cpu': 2.0}[platform()])}
+
+  def predict(w, x):
+    return stage_end(jnp.tanh(x @ w['first'])) @ w['second'] * {'cpu': 3.0}[platform()]
+
+  w = {'first': jnp.eye(4), 'second': jnp.full((4, 4), 2.0)}
+  step = layout.pipeline_jit(predict)
+  created = step.compile(layout.abstract(lambda: w), x).init(create)
+  np.testing.assert_allclose(step(created, x), 3 * (jnp.tanh(x) @ w['second']), 1e-5)
+  with pytest.raises(ValueError, match='AbstractMesh does not implement devices'):
+    _ = layout.mesh.abstract_mesh.devices
 
 
 # -- shard_map, for which JAX's own error names no line

@@ -44,13 +44,16 @@ _AXIS = re.compile(r"'([^']*)': (\d+)")
 _TYPE = re.compile(r'\b(Auto|Explicit|Manual)\b')
 
 
-def check_meshes(jaxpr: Any, mesh: MeshLike, owner: str = LAYOUTS_MESH) -> None:
+def check_meshes(
+  jaxpr: Any, mesh: MeshLike, owner: str = LAYOUTS_MESH, several_ranks: bool = False
+) -> None:
   """Checks that the constraints of a traced program are on the mesh of its layout.
 
   Args:
     jaxpr: the program; programs inside it are looked into.
     mesh: the layout's mesh, or that of a stage.
     owner: the name of that mesh, for the error text.
+    several_ranks: whether the program is to run on the devices of several ranks, so that no mesh with devices fits.
 
   Raises:
     MeshError: some are not; lists all of them.
@@ -61,7 +64,7 @@ def check_meshes(jaxpr: Any, mesh: MeshLike, owner: str = LAYOUTS_MESH) -> None:
     )
     for equation in compat.equations_in(jaxpr)
     for spec, other in _meshes_of(equation)
-    if _is_foreign(other, mesh)
+    if _is_foreign(other, mesh) or (several_ranks and isinstance(other, Mesh))
   )
   raise_problems(list(problems))
 
@@ -109,7 +112,8 @@ def _axes(mesh: MeshLike) -> dict[str, tuple[int, int]]:
 def _problem(kind: str, spec: Any, line: str, other: MeshLike, mesh: MeshLike, owner: str) -> Problem:
   spec = '' if spec is None else f' {spec}'
   sizes, others = axis_sizes(mesh), axis_sizes(other)
-  difference = _difference(other, mesh) if sizes == others else ''
+  is_alike = sizes == others or _axes(mesh) == _axes(other)
+  difference = _difference(other, mesh, owner) if is_alike else ''
   idle = [axis for axis in sizes if sizes[axis] == others.get(axis, 1) == 1]
   one, two = (
     {axis: size for axis, size in each.items() if axis not in idle} or each for each in (others, sizes)
@@ -121,11 +125,13 @@ def _problem(kind: str, spec: Any, line: str, other: MeshLike, mesh: MeshLike, o
   )
 
 
-def _difference(other: MeshLike, mesh: MeshLike) -> str:
+def _difference(other: MeshLike, mesh: MeshLike, owner: str) -> str:
   """The difference between two meshes with the same axes."""
   types = axis_types(other)
-  if types != axis_types(mesh):
+  if types != axis_types(mesh) and types.keys() == axis_types(mesh).keys():
     return f' with axis types {", ".join(type_.name for type_ in types.values())}'
+  if owner == STAGES_MESH and isinstance(other, Mesh):
+    return ' of given devices, not of those of each rank'
   if isinstance(mesh, AbstractMesh):
     return ' of the devices of this machine, not of a target'
   return ' of other devices, or of the same in another order'

@@ -40,7 +40,6 @@ from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import STAGES_MESH, check_meshes
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.replicated_batches import warn_of_replicated_batches
-from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.joint_call import current_call
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint, named
@@ -214,7 +213,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       dynamic = jax.tree.unflatten(request.treedef, leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
-      with trace_scope(InForce(abstract, setting.rules), STAGES_MESH), ends:
+      with setting.trace_scope(abstract), ends:
         return self._fn(*args, **kwargs)
 
     with compat.without_mesh():  # a block around the call may have set one of another size
@@ -225,7 +224,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       if batch is not None:
         rewritten = with_batch_constraints(function, batch, abstract)
         jaxpr, result = jax.make_jaxpr(rewritten, return_shape=True)(request.avals)
-    check_meshes(jaxpr, abstract, STAGES_MESH)
+    several = len(setting.ranks) > 1 and isinstance(setting.mesh, Mesh)
+    check_meshes(jaxpr, abstract, STAGES_MESH, several)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
     planned = [

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from flax_spmd._src import compat
+from flax_spmd._src.active_layout import InForce
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_leaves import axes_of_batches
+from flax_spmd._src.jit.foreign_meshes import STAGES_MESH
 from flax_spmd._src.jit.jit_options import CompileOptions
+from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.pipeline.run.submeshes import processes_of, submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -75,6 +81,18 @@ class Setting:
   def ranks(self) -> list[MeshLike]:
     """The mesh of each rank."""
     return [submesh(self.mesh, self.axis, [rank]) for rank in range(self.sizes[self.axis])]
+
+  @contextlib.contextmanager
+  def trace_scope(self, mesh: AbstractMesh) -> Iterator[None]:
+    """The block in which a user's function is traced for the mesh of any rank, whose devices have only a platform."""
+    placed, scope = self.mesh, trace_scope(InForce(mesh, self.rules), STAGES_MESH)
+    devices = (
+      compat.target_devices(placed.devices.flat[0].platform)
+      if isinstance(placed, Mesh)
+      else contextlib.nullcontext()
+    )
+    with scope, devices:
+      yield
 
 
 @dataclasses.dataclass(frozen=True)

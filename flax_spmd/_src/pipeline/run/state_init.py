@@ -14,10 +14,7 @@ from typing import Any
 import jax
 
 from flax_spmd._src import compat
-from flax_spmd._src.active_layout import InForce
 from flax_spmd._src.jit.arguments import closed_over, is_array
-from flax_spmd._src.jit.foreign_meshes import STAGES_MESH
-from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.multihost import joint, ranges
 from flax_spmd._src.names.nnx_variables import is_module
 from flax_spmd._src.pipeline.argument_checks import differences, named_arguments, named_leaves
@@ -66,7 +63,7 @@ def _groups(
   """The numbers of the leaves of each group, with its lowered program; and the tree structure of the state."""
 
   def within(mesh: Any, arrays: dict[str, Any]) -> Any:
-    with trace_scope(InForce(mesh, setting.rules), STAGES_MESH):
+    with setting.trace_scope(mesh):
       return fn(**arrays)
 
   leaf_shardings, expected = jax.tree.flatten(shardings)
