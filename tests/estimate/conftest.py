@@ -2,7 +2,7 @@
 
 import pytest
 
-from flax_spmd._src.estimate import estimator
+from tests.estimate.partitioners import replace_partitioner
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -13,7 +13,7 @@ def quick_compilers(forked_compilers):
 @pytest.fixture
 def no_partitioner(monkeypatch):
   """Estimates as without the compiler for GPUs."""
-  monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: False)
 
 
 @pytest.fixture
@@ -25,4 +25,4 @@ def whole_steps():
 def walk_alone(request, monkeypatch):
   """Whole steps are not partitioned."""
   if 'whole_steps' not in request.fixturenames:
-    monkeypatch.setattr(estimator, 'partitioned_step', lambda code, sizes, target: None)
+    replace_partitioner(monkeypatch, partitioned_step=lambda code, sizes, target: None)

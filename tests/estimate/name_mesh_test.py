@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 import flax_spmd as spmd
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import record_names
-from flax_spmd._src.estimate import estimator
 from flax_spmd._src.estimate.name_mesh import lower_on_names
 from flax_spmd.errors import EstimatorError
 from flax_spmd.explore import Estimator, TrainStep
+from tests.estimate.partitioners import replace_partitioner
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 
@@ -181,7 +181,7 @@ def test_placements_of_a_batch_in_mesh_axes_cannot_be_estimated(placements):
 
 
 def test_a_step_with_mesh_axes_needs_the_compiler_of_its_platform(monkeypatch):
-  monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: False)
   doubled = lambda x: jax.lax.with_sharding_constraint(2 * x, jax.P('data'))
   train = TrainStep(lambda w, x: (w, jnp.sum(x @ doubled(w))), lambda: jnp.ones((8, 8)), X)
   with pytest.raises(EstimatorError) as error:

@@ -21,7 +21,7 @@ import flax_spmd as spmd
 from flax_spmd._src import worker_process
 from flax_spmd._src.compare.partitioner import Partitioner
 from flax_spmd._src.compat import partition_program
-from flax_spmd._src.estimate import estimator, mlir, partitioned_operations, unsure_operations
+from flax_spmd._src.estimate import mlir, partitioned_operations, unsure_operations
 from flax_spmd._src.estimate.doubts import Bound
 from flax_spmd._src.estimate.graph import GraphValue, Op
 from flax_spmd._src.estimate.partitioned_operations import (
@@ -35,6 +35,7 @@ from flax_spmd._src.hlo.counts import count
 from flax_spmd._src.hlo.operation_costs import operation_costs
 from flax_spmd.explore import Estimator, TrainStep
 from tests.estimate.doubts import doubts_of
+from tests.estimate.partitioners import replace_partitioner
 
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 ROWS = lax.GatherDimensionNumbers((2,), (0,), (0,))
@@ -44,6 +45,7 @@ ADD = lambda table, i, rows: lax.scatter_add(table, i, rows, ONTO, mode=IN_BOUND
 CONVOLUTION = lambda x, w: lax.conv_general_dilated(
   x, w, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC')
 )
+
 F32, I32 = jnp.float32, jnp.int32
 # By name: kind in StableHLO, function, and the shapes and dtypes of its arguments.
 OPERATIONS = {
@@ -84,7 +86,7 @@ class Partitions:
 def partitions():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(partitioned_operations, 'partitioner', lambda platform: Partitions())
-    patch.setattr(estimator, 'can_partition', lambda platform: True)
+    replace_partitioner(patch, can_partition=lambda platform: True)
     yield
 
 
@@ -232,7 +234,7 @@ def test_estimates_are_not_in_doubt_where_the_partition_confirms_them(monkeypatc
     unsure_operations, 'adopted', lambda op, *rest: asked.append(op.kind) or adopted(op, *rest)
   )
   with_partitions = Estimator(train_step).estimate(layout, 'h100:8')
-  monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: False)
   without = Estimator(train_step).estimate(layout, 'h100:8')
   assert asked and doubts_of(without)
   assert not any('a lookup' in doubt for doubt in with_partitions.doubts)

@@ -13,12 +13,12 @@ import flax_spmd as spmd
 from flax_spmd._src.compare.compile_worker import without_passes
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compat import mlir_context
-from flax_spmd._src.estimate import estimator as estimator_module
 from flax_spmd._src.estimate.doubts import UNCHECKED
 from flax_spmd._src.estimate.estimator import TPU_DOUBT, Estimator
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd.explore import TrainStep, compare, parse_target
+from tests.estimate.partitioners import replace_partitioner
 
 SIZES = {'batch': 16, 'length': 64, 'embed': 128, 'heads': 4, 'head': 32, 'mlp': 512, 'vocab': 1024}
 WEIGHTS = {
@@ -142,11 +142,12 @@ def by_example():
 @pytest.mark.parametrize('model', [transformer, by_example])
 def test_the_program_that_is_partitioned_is_that_of_compare(monkeypatch, model):
   train, asked = model(), []
-  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
-  monkeypatch.setattr(
-    estimator_module,
-    'partitioned_step',
-    lambda code, *others: asked.append(code) or PartitionedStep(Counts(0.0, 0.0, (), (), ()), 0),
+  replace_partitioner(monkeypatch, can_partition=lambda platform: True)
+  replace_partitioner(
+    monkeypatch,
+    partitioned_step=lambda code, *others: (
+      asked.append(code) or PartitionedStep(Counts(0.0, 0.0, (), (), ()), 0)
+    ),
   )
   estimator, target = Estimator(train), parse_target('h100:8')
   for layout in random_layouts(4, 6).values():
@@ -313,10 +314,10 @@ def assert_alike(outcome, compiled, *, memory=0.002):
 
 
 def test_a_step_is_not_partitioned_where_that_is_not_asked_for(whole_steps, monkeypatch):
-  monkeypatch.setattr(estimator_module, 'partitioned_step', None)
+  replace_partitioner(monkeypatch, partitioned_step=None)
   layout = next(iter(random_layouts(1, 5).values()))
   assert Estimator(transformer()).estimate(layout, 'h100:8', partition=False).source == 'estimated'
-  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: False)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: False)
   assert Estimator(transformer()).estimate(layout, 'h100:8').source == 'estimated'
 
 
@@ -337,14 +338,14 @@ PARTITIONED = 'XLA for GPUs partitions the step, without a GPU'
 def test_every_estimate_whose_step_is_not_partitioned_is_in_doubt(
   target, is_able, unchecked, monkeypatch
 ):
-  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: is_able)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: is_able)
   layout = next(iter(random_layouts(1, 5).values()))
   doubts = Estimator(transformer()).estimate(layout, target, partition=False).doubts
   assert [one for one in doubts if one.startswith((TPU_DOUBT, UNCHECKED))] == unchecked
 
 
 def test_a_step_that_cannot_be_partitioned_is_estimated(monkeypatch):
-  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: True)
   layout = next(iter(random_layouts(1, 5).values()))  # the partitioner returns nothing in these tests
   estimator = Estimator(transformer())
   outcome, plain = (
@@ -361,9 +362,9 @@ def test_kernels_with_unknown_costs_remain_in_doubt(monkeypatch):
     call = jax.ffi.ffi_call('strange', jax.ShapeDtypeStruct(x.shape, x.dtype))
     return state, jnp.sum(call(x) * state['w'])
 
-  monkeypatch.setattr(estimator_module, 'can_partition', lambda platform: True)
+  replace_partitioner(monkeypatch, can_partition=lambda platform: True)
   found = PartitionedStep(Counts(1.0, 2.0, (), (('strange', 1), ('TopK', 1)), ()), memory=2**20)
-  monkeypatch.setattr(estimator_module, 'partitioned_step', lambda code, sizes, target: found)
+  replace_partitioner(monkeypatch, partitioned_step=lambda code, sizes, target: found)
   batch = jax.ShapeDtypeStruct((64,), jnp.float32)
   outcome = Estimator(TrainStep(step, lambda: {'w': jnp.ones(())}, batch)).estimate(DATA, 'h100:8')
   assert outcome.source == 'partitioned' and outcome.counts == found.counts

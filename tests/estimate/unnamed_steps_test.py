@@ -133,7 +133,8 @@ def test_each_layout_decides_whether_the_batch_is_constrained(rows, bias, min_si
   layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), rules)
   train_step = experts_step(rows, bias)
   lowering = lower_on_names(train_step, 'cpu')
-  found = lowering.batch_under(layout, abstract_batch(train_step, layout))
+  batch = abstract_batch(train_step, layout)
+  found = lowering.batch_under(layout, batch, lowering.shardings(layout, batch))
   assert (found is None) == (bias and min_size == 1)
   if found is not None:
     assert found.axes == (rows,)

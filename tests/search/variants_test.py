@@ -8,7 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import flax_spmd as spmd
-from flax_spmd._src.estimate import estimator
+from flax_spmd._src.estimate import estimator, step_program
 from flax_spmd._src.search import trials
 from flax_spmd._src.search.result import ranks_of
 from flax_spmd.explore import Estimator, TrainStep, parse_target
@@ -176,7 +176,7 @@ def search_on_host(**options):
   train_step = TrainStep(adam_step, create_with_adam, batch)
   fixed = {'mesh': {'data': 8}, 'pin': {'batch': 'data'}, 'host': '^opt_state/', 'top': 0}
   with pytest.MonkeyPatch.context() as patch:
-    for module in (estimator, trials):
+    for module in (estimator, step_program, trials):
       patch.setattr(module, 'can_partition', lambda platform: False)
     return spmd.search(train_step, 'h100:8', **fixed | {'candidates': 40} | options)
 

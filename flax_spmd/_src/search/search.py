@@ -40,6 +40,7 @@ from flax_spmd._src.text import value_text
 from flax_spmd.errors import SearchError
 
 _MAX_COMPILED = 24  # candidates of a search without an estimator
+_MAX_WORKERS = 8  # processes that estimate: to prepare what they get takes a tenth of an estimate
 _MAX_PARTITIONED = 100  # and of one whose step has to be partitioned for each
 
 
@@ -95,14 +96,14 @@ def search(
       is tried with and without `host`. Pipelines keep all arrays on the device.
     candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones
       adds a few. If the step uses mesh axes itself, a hundred at most.
-    time_limit: seconds for the whole search. With a limit, the result depends on the speed of this
-      machine.
+    time_limit: seconds for the search, from the time when the step is lowered. Layouts that are being compiled when they are over
+      are finished. With a limit, the result depends on the speed of this machine.
     top: number of the best layouts to compile, besides the best of each preset, and number of pipelines
       to compile (at least one per schedule). With 0, nothing is compiled, and estimates are not checked.
     seed: seed of the random number generator.
     fresh: whether to discard cached estimates.
     hardware: TOML file with descriptions of further chips.
-    jobs: number of processes that estimate, and of compilers, that run in parallel. Default: half of the CPU's cores.
+    jobs: number of processes that estimate (8 at most), and of compilers, that run in parallel. Default: half of the CPU's cores.
     show: whether to show a progress bar.
 
   Returns:
@@ -154,7 +155,7 @@ def search(
     host=host,
   )
   constraints = constraints_on(hardware_target)
-  workers = WalkWorkers(task.jobs)
+  workers = WalkWorkers(min(task.jobs, _MAX_WORKERS))
   trials = Trials(task, constraints.memory, first, first_choices(values), workers)
   facts_under = lambda choices: trials.variant(choices).facts
   space = Space(first.facts, constraints, hardware_target, values, facts_under)
