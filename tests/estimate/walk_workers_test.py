@@ -13,6 +13,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd._src.compare.hardware import parse_target
 from flax_spmd._src.estimate import walk_workers
+from flax_spmd._src.estimate.estimator import begin_estimate
 from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.worker_process import WorkerProcess
 from flax_spmd.explore import Estimator, TrainStep, search
@@ -53,7 +54,7 @@ def estimator():
 
 
 def begun(estimator, layouts=LAYOUTS):
-  return [estimator.begin(layout, TARGET, partition=False) for layout in layouts]
+  return [begin_estimate(estimator, layout, TARGET, partition=False) for layout in layouts]
 
 
 def started(workers, program):
@@ -69,7 +70,7 @@ def started(workers, program):
 @pytest.fixture(scope='module')
 def workers(estimator):
   with contextlib.closing(WalkWorkers(2)) as both:
-    yield started(both, estimator.program)
+    yield started(both, program_of(estimator))
 
 
 QUICK = """
@@ -90,7 +91,11 @@ def quick(estimator, monkeypatch, tmp_path):
   monkeypatch.setenv('PYTHONPATH', str(tmp_path))
   monkeypatch.setattr(walk_workers, '_MODULE', 'quick_worker')
   with contextlib.closing(WalkWorkers(2)) as both:
-    yield started(both, estimator.program)
+    yield started(both, program_of(estimator))
+
+
+def program_of(estimator):
+  return begun(estimator)[0].program
 
 
 def requests_of(estimates):
@@ -102,7 +107,7 @@ def test_the_costs_equal_those_of_this_process(workers):
   estimates = begun(other, LAYOUTS * 2)
   for one, costs in zip(estimates, workers.costs(requests_of(estimates)), strict=True):
     alone = Estimator(TRAIN_STEP, platform='cpu').estimate(one.layout, TARGET, partition=False)
-    assert other.finish(one, costs) == alone
+    assert one.finished(costs) == alone
     assert alone.counts.flops > 0
 
 
@@ -124,7 +129,7 @@ def test_a_request_that_fails_has_no_costs_and_the_next_ones_have(workers):
   other = Estimator(TRAIN_STEP, platform='cpu')
   first, *rest = begun(other)
   wrong = first.request._replace(constraints=())
-  found = workers.costs([(other.program, wrong), *requests_of(rest)])
+  found = workers.costs([(first.program, wrong), *requests_of(rest)])
   assert found[0] is None and None not in found[1:]
 
 
@@ -156,10 +161,10 @@ def test_an_interruption_ends_the_processes(quick, monkeypatch):
 
 def test_other_flags_for_compilers_have_other_processes(quick, estimator, monkeypatch):
   before = [worker.process for worker in quick.ready()]
-  quick.start(estimator.program)
+  quick.start(program_of(estimator))
   assert [worker.process for worker in quick.ready()] == before
   monkeypatch.setenv('XLA_FLAGS', f'{os.environ.get("XLA_FLAGS", "")} --xla_dump_max_hlo_modules=1')
-  quick.start(estimator.program)
+  quick.start(program_of(estimator))
   assert not quick.ready() and all(process.poll() is not None for process in before)
 
 

@@ -171,7 +171,7 @@ class Estimator:
     together: set[frozenset[str]] = set()
     batch = abstract_batch(self._train_step, self._lowering.layout)
     named = [(leaf.sharding.spec, leaf.shape) for leaf in arrays_of((self._lowering.state, batch))]
-    constraints = self.program.constraints
+    constraints = self._step.program.constraints
     named += [(_with_plain_batch(logical.names), shape) for logical, shape in constraints]
     for names, shape in named:
       dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
@@ -215,11 +215,10 @@ class Estimator:
     target = target if isinstance(target, Target) else parse_target(target)
     if self.reason:
       return self._partitioned(layout, target)
-    begun = self.begin(layout, target, partition=partition)
-    return begun.estimator.finish(begun, begun.program.costs(begun.request))
+    begun = self._begun(layout, target, partition)
+    return begun.finished(begun.program.costs(begun.request))
 
-  def begin(self, layout: Layout, target: Target, *, partition: bool) -> BegunEstimate:
-    """The first part of an estimate, up to the request for its costs; arguments and errors as of `estimate`."""
+  def _begun(self, layout: Layout, target: Target, partition: bool) -> BegunEstimate:
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
       raise TargetDeviceError(
@@ -229,7 +228,7 @@ class Estimator:
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
     batch = abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
     groups = self._groups_under(layout)
-    return self._of_groups(groups)._begin(layout, batch, target, partition, groups)
+    return self._of_groups(groups)._begun_with(batch, groups, layout, target, partition)
 
   def _partitioned(self, layout: Layout, target: Target) -> Outcome:
     """The outcome of a step that is lowered for each layout."""
@@ -264,8 +263,8 @@ class Estimator:
       self._by_groups[number] = other
     return self._by_groups[number]
 
-  def _begin(
-    self, layout: Layout, batch: Any, target: Target, partition: bool, groups: int
+  def _begun_with(
+    self, batch: Any, groups: int, layout: Layout, target: Target, partition: bool
   ) -> BegunEstimate:
     shardings = self._lowering.shardings(layout, batch)
     step = self._with_batch(self._lowering.batch_under(layout, batch, shardings))
@@ -277,8 +276,7 @@ class Estimator:
       self, step.program, request, layout, target, groups, arrays, shardings, step.used
     )
 
-  def finish(self, begun: BegunEstimate, costs: Costs) -> Outcome:
-    """The outcome of an estimate with its costs."""
+  def _finished(self, begun: BegunEstimate, costs: Costs) -> Outcome:
     layout, target, shardings = begun.layout, begun.target, begun.shardings
     sizes = axis_sizes(layout.mesh)
     argument_bytes = [
@@ -314,14 +312,9 @@ class Estimator:
     )
 
   @property
-  def program(self) -> StepProgram:
-    """The step, without constraints of its batch; not with a `reason`."""
-    return self._step.program
-
-  @property
   def dtype(self) -> str:
     """The operands' dtype of most of the step's matrix products, such as `bf16` or `f32`."""
-    return self.program.dtype
+    return self._step.program.dtype
 
   def _memory(
     self,
@@ -351,7 +344,7 @@ class BegunEstimate(NamedTuple):
   """An estimate whose costs are yet to be found.
 
   Attributes:
-    estimator: the estimator of the layout's number of groups, which finishes it.
+    estimator: the estimator of the layout's number of groups.
     program: the step.
     request: the request for its costs.
     layout, target: those of the estimate.
@@ -369,6 +362,22 @@ class BegunEstimate(NamedTuple):
   arrays: Sequence[Any]
   shardings: Sequence[NamedSharding]
   used: Sequence[int]
+
+  def finished(self, costs: Costs) -> Outcome:
+    """The outcome with its costs."""
+    return self.estimator._finished(self, costs)
+
+
+def begin_estimate(
+  estimator: Estimator, layout: Layout, target: Target, *, partition: bool
+) -> BegunEstimate:
+  """The first part of an estimate, up to the request for its costs; not with a `reason`.
+
+  Args:
+    estimator: the estimator.
+    layout, target, partition: the arguments of `Estimator.estimate`, which has the same errors.
+  """
+  return estimator._begun(layout, target, partition)
 
 
 class _NamedStep:

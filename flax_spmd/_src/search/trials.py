@@ -29,7 +29,7 @@ from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import target_devices
-from flax_spmd._src.estimate.estimator import BegunEstimate, Estimator
+from flax_spmd._src.estimate.estimator import BegunEstimate, Estimator, begin_estimate
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep
 from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.layout import Layout
@@ -278,7 +278,7 @@ class Trials:
     return self.estimated[candidate]
 
   def prepare(self, candidates: Sequence[Candidate], most: int, *, partition: bool = False) -> None:
-    """Estimates the first candidates at the same time, unless the first one is known; `outcome` and `partition` find them cached.
+    """Estimates the first unknown candidates at the same time, unless they are cached; `outcome` and `partition` find them there.
 
     Args:
       candidates: candidates, in the order of their outcomes.
@@ -286,25 +286,25 @@ class Trials:
       partition: whether to partition their whole steps.
     """
     workers = self.workers
-    if workers.count == 1 or not candidates or (candidates[0], partition) in self._prepared:
-      return
-    if not partition and self._seconds < _STARTING:
-      return
-    variant = self.variant(candidates[0].choices)
-    if variant.cache is None or variant.estimator is None:
-      return
-    workers.start(variant.estimator.program)
-    if not (ready := workers.ready()):
+    if workers.count == 1 or (not partition and self._seconds < _STARTING):
       return
     known = self.partitioned if partition else self.estimated
+    first = next((one for one in candidates if one not in known), None)
+    if first is None or (first, partition) in self._prepared:
+      return
+    if (of_first := self._begun(first, partition)) is None:
+      return
+    workers.start(of_first[2].program)
+    if not (ready := workers.ready()):
+      return
     others = (one for one in candidates if one not in known and (one, partition) not in self._prepared)
     group = list(dict.fromkeys(others))[: min(most, _AHEAD * len(ready))]
-    begun = [one for each in group if (one := self._begun(each, partition))]
+    begun = [of_first, *(one for each in group[1:] if (one := self._begun(each, partition)))]
     self._prepared.update((one, partition) for one in group)
     costs = workers.costs([(one.program, one.request) for _, _, one in begun])
     for (cache, name, one), found in zip(begun, costs, strict=True):
       if found is not None and isinstance(found, PartitionedStep) == partition:
-        cache.add(one.estimator.finish(one, found)._replace(name=name))
+        cache.add(one.finished(found)._replace(name=name))
 
   def _begun(
     self, candidate: Candidate, partition: bool
@@ -316,7 +316,7 @@ class Trials:
     if variant.cache is None or variant.estimator is None or variant.cache.get(name, layout, source):
       return None
     try:
-      begun = variant.estimator.begin(layout, variant.task.target, partition=partition)
+      begun = begin_estimate(variant.estimator, layout, variant.task.target, partition=partition)
     except (LayoutError, EstimatorError):  # its outcome has this error
       return None
     return variant.cache, name, begun
