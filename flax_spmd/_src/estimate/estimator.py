@@ -171,7 +171,7 @@ class Estimator:
     together: set[frozenset[str]] = set()
     batch = abstract_batch(self._train_step, self._lowering.layout)
     named = [(leaf.sharding.spec, leaf.shape) for leaf in arrays_of((self._lowering.state, batch))]
-    constraints = self._step.program.constraints
+    constraints = self._step.program.module.constraints
     named += [(_with_plain_batch(logical.names), shape) for logical, shape in constraints]
     for names, shape in named:
       dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
@@ -420,7 +420,7 @@ class _NamedStep:
       None if index is None else _spec(shardings[index], len(graph.values[value].shape))
       for index, value in zip(self._replaced_arguments, graph.main.returned, strict=True)
     ]
-    constraints = (_resolve(layout, self._is_automatic, *one) for one in self.program.constraints)
+    constraints = (_resolve(layout, self._is_automatic, *one) for one in self.program.module.constraints)
     request = CostRequest(
       tuple(axis_sizes(layout.mesh).items()),
       tuple(arguments),

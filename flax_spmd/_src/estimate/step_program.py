@@ -39,7 +39,7 @@ class CostRequest(NamedTuple):
     sizes: the mesh axes with their sizes, in order.
     arguments: sharding of each argument of the program.
     results: sharding that each result needs; None where the compiler may choose.
-    constraints: mesh axes of each of the program's constraints; None constrains nothing.
+    constraints: mesh axes of each of the constraints of the prepared module, in order; None constrains nothing.
     platform: platform to estimate for.
     flags: the user's flags for compilers.
     target: hardware to partition the whole step for, if that can be; None to only estimate it.
@@ -66,7 +66,6 @@ class StepProgram:
   Attributes:
     code, platform: the same.
     module: the prepared step.
-    constraints: its logical shardings, each with the shape of its array, in order.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
 
   Raises:
@@ -76,8 +75,7 @@ class StepProgram:
   def __init__(self, code: bytes, platform: str):
     self.code, self.platform = code, platform
     self.module = mlir.prepare(code)
-    self.constraints = self.module.constraints
-    self._numbers = {one: number for number, one in enumerate(self.constraints)}
+    self._numbers = {one: number for number, one in enumerate(self.module.constraints)}
     mark_traits(self.module.graph, platform)
     self._equal = EqualOperations(self.module.graph)
     self._remembered = Remembered({}, {})
