@@ -168,6 +168,14 @@ def test_other_flags_for_compilers_have_other_processes(quick, estimator, monkey
   assert not quick.ready() and all(process.poll() is not None for process in before)
 
 
+def test_once_closed_they_start_no_processes(estimator, monkeypatch):
+  workers = WalkWorkers(2)
+  workers.close()
+  monkeypatch.setattr(walk_workers, 'WorkerProcess', None)
+  workers.start(program_of(estimator))
+  assert not workers.ready()
+
+
 def test_a_search_finds_the_same_with_several_processes(monkeypatch, tmp_path):
   monkeypatch.setattr('flax_spmd._src.search.trials._STARTING', 0.0)
   sent, starting, costs = [], WalkWorkers.start, WalkWorkers.costs

@@ -58,7 +58,11 @@ class WalkWorkers:
     self._flags: tuple[str, ...] | None = None  # of the processes; None before they are started
 
   def close(self) -> None:
-    """Ends the processes."""
+    """Ends the processes; no others are started."""
+    self.count = 0
+    self._end()
+
+  def _end(self) -> None:
     for worker in (*self._idle, *self._starting):
       worker.end()
     self._idle.clear()
@@ -70,7 +74,7 @@ class WalkWorkers:
     """Starts the processes, and others after the user has set other flags for compilers; each prepares a program first."""
     if self._flags == user_flags():
       return
-    self.close()
+    self._end()
     self._flags = user_flags()
     environment = {'JAX_PLATFORMS': 'cpu'}
     workers = [WorkerProcess(_MODULE, environment=environment) for _ in range(self.count)]
@@ -127,7 +131,7 @@ class WalkWorkers:
     except BaseException:  # an interruption: the next requests would get these replies
       for worker in busy:
         worker.end()
-      self.close()
+      self._end()
       raise
     return found
 

@@ -91,6 +91,7 @@ class SearchRun:
       if not self.trials.estimated:
         raise
       self.interrupted = True
+      self.trials.workers.close()
       self.notes.append(
         f'Interrupted after {plural(len(self.estimates), "candidate")}, {len(self.compiled)} of them '
         'compiled. Repeat the call to continue.'

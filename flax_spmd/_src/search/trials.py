@@ -286,7 +286,7 @@ class Trials:
       partition: whether to partition their whole steps.
     """
     workers = self.workers
-    if workers.count == 1 or (not partition and self._seconds < _STARTING):
+    if workers.count <= 1 or (not partition and self._seconds < _STARTING):
       return
     known = self.partitioned if partition else self.estimated
     first = next((one for one in candidates if one not in known), None)
