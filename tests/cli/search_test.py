@@ -72,6 +72,21 @@ def test_exit_codes(capsys):
     run(capsys, '--mesh', 'data=many')
 
 
+@pytest.mark.parametrize('option', ['--out', '--html'])
+@pytest.mark.parametrize(
+  ('path', 'reason'),
+  [
+    ('.', "'.' is a folder, not a file"),
+    ('no/x', "'no/x' cannot be written: there is no folder 'no'"),
+  ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_search(option, path, reason, capsys):
+  with pytest.raises(SystemExit) as caught:
+    run(capsys, option, path)
+  error = capsys.readouterr().err
+  assert caught.value.code == 2 and error.endswith(f'error: argument {option}: {reason}\n')
+
+
 def test_pipelines(capsys, monkeypatch):
   received = {}
 
