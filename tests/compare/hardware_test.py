@@ -206,7 +206,8 @@ def test_the_compiler_has_the_same_topologies(name, tpu_compiler):
   texts = [f'{name}:{"x".join(map(str, one))}' for one in sizes]
   made = subprocess.run(
     [sys.executable, '-c', TOPOLOGIES, *texts],
-    env=os.environ | compiler_environment(parse_target(f'{name}:{"x".join(["2"] * chips()[name].torus)}')),
+    env=os.environ
+    | compiler_environment(parse_target(f'{name}:{"x".join(["2"] * chips()[name].torus)}')),
     stdout=subprocess.PIPE,
     text=True,
     check=True,

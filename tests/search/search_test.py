@@ -60,6 +60,7 @@ class Formula:
   together = frozenset(
     {frozenset({'embed', 'mlp'}), frozenset({'batch', 'mlp'}), frozenset({'batch', 'embed'})}
   )
+  batch_names = frozenset({'batch'})
   dtype = 'bf16'
   calls = 0
   interrupt_at = None

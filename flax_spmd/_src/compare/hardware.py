@@ -239,7 +239,9 @@ def _has_whole_hosts(sizes: Sequence[int]) -> bool:
 def _torus(chips: int, axes: int) -> str:
   """The sizes of a torus with at least a number of chips, as equal as they can be."""
   found = [sizes for sizes in _factors(chips, axes) if _has_whole_hosts(sizes)]
-  return _text(min(found, key=lambda sizes: (max(sizes), -min(sizes)))) if found else _torus(chips + 1, axes)
+  return (
+    _text(min(found, key=lambda sizes: (max(sizes), -min(sizes)))) if found else _torus(chips + 1, axes)
+  )
 
 
 def _factors(number: int, count: int, least: int = 1) -> Iterator[tuple[int, ...]]:
