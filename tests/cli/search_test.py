@@ -1,6 +1,7 @@
 """`flax-spmd search`."""
 
 import json
+import sys
 
 import pytest
 
@@ -59,6 +60,12 @@ def test_constraints(capsys):
   assert layout.axes == {'rows': 2, 'model': 4} and dict(layout.rules.pairs)['mlp'] == 'model'
   code, out, _ = run(capsys, '--forbid', 'mlp', '--forbid', 'embed=model', '--json')
   assert code == 0 and 'mlp' not in json.loads(out)['layout']
+
+
+def test_bars_are_no_part_of_the_output(capsys, monkeypatch):
+  monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
+  code, out, err = run(capsys, '--json')
+  assert code == 0 and json.loads(out)['target'] == 'cpu:8' and 'estimating' in err
 
 
 def test_exit_codes(capsys):
