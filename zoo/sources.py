@@ -23,6 +23,7 @@ ABSENT = (
   'airio',
   'ale_py',
   'cv2',
+  'datasets',
   'grain',
   'gymnasium',
   'jestimator',
@@ -33,6 +34,7 @@ ABSENT = (
   'tensorflow',
   'tensorflow_datasets',
   'tensorflow_text',
+  'torch',
 )
 CACHE = Path(os.environ.get('XDG_CACHE_HOME', Path.home() / '.cache')) / 'flax_spmd_zoo'
 
@@ -82,7 +84,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
   def create_module(self, spec: Any) -> Any:
     module = _Anything(name=spec.name)
     module.__path__ = []
-    module.Tensor = module.Variable = type('Tensor', (), {})
+    for name in ('Tensor', 'Variable', 'Module'):  # that have subclasses
+      setattr(module, name, type(name, (), {}))
     return module
 
   def exec_module(self, module: Any) -> None:

@@ -19,6 +19,7 @@ from flax_spmd._src.compare.outcome import Memory
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.search import search as search_module
 from flax_spmd._src.search import trials
 from flax_spmd._src.search.trials import expected_seconds
 from flax_spmd.errors import EstimatorError, InfeasibleError, LayoutError, SearchError, TargetDeviceError
@@ -342,6 +343,25 @@ def test_the_best_are_partitioned_until_no_estimate_is_better(monkeypatch, seed)
       assert one.cost == right[one.name].cost
   others = [one for one in result.estimates if one.source == 'estimated']
   assert min(map(expected_seconds, others)) > 0.8 * expected_seconds(result.best)
+
+
+@pytest.mark.parametrize('target, is_partitioned', [('h100:8', True), ('v5e:2x4', False)])
+def test_what_is_compiled_next_is_partitioned_only_where_that_is_far_quicker(
+  monkeypatch, target, is_partitioned
+):
+  partitioning(monkeypatch, 0)
+  monkeypatch.setattr(search_module, 'check_compiler', lambda target: None)
+  calls = []
+  estimate = Formula.estimate
+  monkeypatch.setattr(
+    Formula,
+    'estimate',
+    lambda *args, partition: calls.append(partition) or estimate(*args, partition=partition),
+  )
+  run(target, candidates=60, top=3)
+  assert any(calls) == is_partitioned
+  run(target, candidates=60, top=0, fresh=True)
+  assert any(calls)
 
 
 def test_what_is_partitioned_is_kept_for_the_next_search(monkeypatch):

@@ -270,3 +270,20 @@ def test_activations_may_name_the_batch_in_their_own_way(name):
   shown = (one.layout for one in result.outcomes if one.name in result.presets)
   tables = [dict(layout.rules.pairs) for layout in (result.layout, *shown)]
   assert all(table[name] == table['batch'] for table in tables)
+
+
+def test_names_that_a_search_leaves_without_rules_are_no_findings():
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((64, 256)), ('kv_heads', 'heads'))}
+
+  def step(state, x):
+    return jax.tree.map(lambda w: w - 0.1, state), jnp.sum((x @ state['w'].unbox()) ** 2)
+
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+  result = spmd.search(
+    train_step, 'cpu:8', candidates=10, top=1, pin={'heads': 'model'}, forbid=['kv_heads']
+  )
+  assert result.best.source == 'compiled:cpu'
+  [finding] = result.layout.check(jax.eval_shape(create)).of('unmatched')
+  assert finding.text.endswith("Did you mean 'heads'?")
+  assert not [one for one in result.remarks if 'kv_heads' in one]

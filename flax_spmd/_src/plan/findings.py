@@ -173,6 +173,9 @@ _NOT_AS_PLANNED = {
 }
 
 
+NO_RULE = 'has no rule and is replicated'
+
+
 def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) -> Iterable[Finding]:
   positions: dict[tuple[str, Rules], list[int]] = defaultdict(list)
   for kind, decision in _decisions(kinds):
@@ -184,7 +187,7 @@ def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) ->
       positions[decision.name, table] += kind.positions
   for (name, table), unmatched in positions.items():
     paths = _paths(rows, unmatched)
-    text = f'name {name!r} has no rule and is replicated ({listed_paths(paths)}).'
+    text = f'name {name!r} {NO_RULE} ({listed_paths(paths)}).'
     suggestion = did_you_mean(name, table.by_name)
     yield Finding('unmatched', text + suggestion, paths, bool(suggestion))
 

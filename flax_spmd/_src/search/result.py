@@ -22,6 +22,7 @@ from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Outcome, reco
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.notebook_html import collapsed_page, preformatted, written_page
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.plan.findings import NO_RULE
 from flax_spmd._src.public import public
 from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.html_report import page, signed_size
@@ -225,7 +226,10 @@ class SearchResult:
 
   @property
   def remarks(self) -> list[str]:
-    """The check of the estimates in one line, or that there is none, the findings of the best layout, and the notes."""
+    """The check of the estimates in one line, or that there is none, the findings of the best layout, and the notes.
+
+    A search leaves names without rules on purpose, so that is no finding.
+    """
     estimated = any(one.source in (ESTIMATED, PARTITIONED) for one in self.estimates)
     unchecked = [_UNCHECKED] if estimated else []
     equal = (
@@ -233,7 +237,8 @@ class SearchResult:
     )
     checked = [str(self.check)] if self.check else unchecked
     program = self.best.program
-    findings = [f'The best layout: {each}' for each in program.findings] if program else []
+    suspicious = [each for each in program.findings if NO_RULE not in each] if program else []
+    findings = [f'The best layout: {each}' for each in suspicious]
     return [*checked, *([equal] if equal else []), *findings, *self.notes]
 
   def _table(self, title: str, outcomes: Sequence[Outcome]) -> RenderableType:

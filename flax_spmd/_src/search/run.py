@@ -165,8 +165,12 @@ class SearchRun:
     return self.limits.time is not None and time.monotonic() - self.begin > part * self.limits.time
 
   def _partition(self) -> None:
-    """Partitions the best candidates, until the best of all are among those: their collectives are then exact."""
-    for _ in range(_ROUNDS if self.trials.has_partitioner else 0):
+    """Partitions the best candidates, until the best of all are among those: their collectives are then exact.
+
+    To partition a step for TPUs takes nearly as long as to compile it, which follows unless `top` is 0.
+    """
+    is_slow = self.limits.top and self.space.target.chip.platform == 'tpu'
+    for _ in range(_ROUNDS if self.trials.has_partitioner and not is_slow else 0):
       selected = self._selected() if self.limits.top else self._selection.shown()
       new = [one for one in selected if one not in self.trials.partitioned]
       with progress(self.show, len(new), 'partitioning') as update:
@@ -223,6 +227,7 @@ class SearchRun:
       self.trials.replace_by(
         {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
       )
+      self._check()
     selection = self._selection
     for slack in (0.0, -SLACK, None):
       if any(selection.fits(one) for one in self.compiled.values()):
