@@ -15,5 +15,5 @@ def test_a_notebook_without_ipywidgets_shows_text(monkeypatch, capsys):
     importlib.util, 'find_spec', lambda name, *a: None if name == 'ipywidgets' else find(name, *a)
   )
   batches = list(spmd.prefetch([1, 2, 3], lambda batch: batch, progress='reading'))
-  out = capsys.readouterr().out
-  assert batches == [1, 2, 3] and 'reading' in out and '3/3' in out
+  out, err = capsys.readouterr()
+  assert batches == [1, 2, 3] and 'reading' in err and '3/3' in err and not out

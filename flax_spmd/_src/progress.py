@@ -1,4 +1,4 @@
-"""Progress bars for long commands and loops, on one line of the terminal, or as a widget of a notebook.
+"""Progress bars for long commands and loops, on one line of the terminal (stderr), or as a widget of a notebook.
 
 A notebook without ipywidgets shows a bar as text, once, when it ends.
 """
@@ -67,11 +67,11 @@ def _own_progress() -> Progress:
   )
 
 
-def _console() -> Console | None:
-  """The console of a bar: text where rich would warn of the lack of ipywidgets at every step; None for its own choice."""
+def _console() -> Console:
+  """The console of a bar: not where results are printed; text where rich would warn of the lack of ipywidgets at every step."""
   from rich.console import Console
 
-  return None if importlib.util.find_spec('ipywidgets') else Console(force_jupyter=False)
+  return Console(stderr=True, force_jupyter=None if importlib.util.find_spec('ipywidgets') else False)
 
 
 def _task(bars: Progress, title: str, total: int | None) -> Callable[[], None]:

@@ -40,7 +40,11 @@ def add_to(commands: Any) -> None:
   report = _add(commands, 'report', _report, 'compare layouts and write an HTML report')
   report.add_argument('layouts', nargs='+', help='layout files (TOML)')
   report.add_argument(
-    '--to', default='report.html', metavar='HTML', help='path of the report (default report.html)'
+    '--to',
+    type=new_file,
+    default='report.html',
+    metavar='HTML',
+    help='path of the report (default report.html)',
   )
   for parser in (compare, report):
     parser.add_argument(
@@ -121,6 +125,18 @@ def size(text: str) -> int:
     return parse_size(text)
   except ValueError as error:
     raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def new_file(text: str) -> str:
+  """Checks that a file can be written, before anything takes time, for `argparse`."""
+  folder = Path(text).parent
+  if Path(text).is_dir() or not text:
+    raise argparse.ArgumentTypeError(f'{text!r} is a folder, not a file')
+  if not folder.is_dir():
+    raise argparse.ArgumentTypeError(f'{text!r} cannot be written: there is no folder {str(folder)!r}')
+  if not os.access(text if Path(text).exists() else folder, os.W_OK):
+    raise argparse.ArgumentTypeError(f'{text!r} cannot be written: no permission')
+  return text
 
 
 def model_of(reference: tuple[str, str]) -> TrainStepLike:

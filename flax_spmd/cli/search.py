@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flax_spmd.cli.explore import model_of, reference
+from flax_spmd.cli.explore import model_of, new_file, reference
 
 if TYPE_CHECKING:
   from flax_spmd.explore import SearchResult
@@ -48,8 +48,8 @@ def add_to(commands: Any) -> None:
     '--time-limit', type=float, metavar='SECONDS', help='time limit of the whole search'
   )
   parser.add_argument('--fresh', action='store_true', help='discard cached estimates')
-  parser.add_argument('--out', metavar='TOML', help='write the best layout to this file')
-  parser.add_argument('--html', metavar='HTML', help='write a report to this file')
+  parser.add_argument('--out', type=new_file, metavar='TOML', help='write the best layout to this file')
+  parser.add_argument('--html', type=new_file, metavar='HTML', help='write a report to this file')
   parser.add_argument('--json', action='store_true', help='print the result as JSON')
 
 

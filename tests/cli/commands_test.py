@@ -136,3 +136,14 @@ def test_limits_of_replicated_arrays_are_checked_before_anything_runs(values, te
   assert capsys.readouterr().err.splitlines()[-1] == (
     f'flax-spmd explain: error: argument --fail-if-replicated: {text}'
   )
+
+
+def test_output_that_nobody_reads_any_more():
+  reader, writer = os.pipe()
+  os.close(reader)
+  code = 'import sys; from flax_spmd import cli; sys.exit(cli.main(["targets"]))'
+  done = subprocess.run(
+    [sys.executable, '-c', code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+  )
+  os.close(writer)
+  assert (done.returncode, done.stderr) == (141, '')

@@ -1,6 +1,7 @@
 """`flax-spmd search`."""
 
 import json
+import sys
 
 import pytest
 
@@ -61,6 +62,12 @@ def test_constraints(capsys):
   assert code == 0 and 'mlp' not in json.loads(out)['layout']
 
 
+def test_bars_are_no_part_of_the_output(capsys, monkeypatch):
+  monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
+  code, out, err = run(capsys, '--json')
+  assert code == 0 and json.loads(out)['target'] == 'cpu:8' and 'estimating' in err
+
+
 def test_exit_codes(capsys):
   code, out, err = run(capsys, '--memory', '1MiB')
   assert (code, out) == (1, '') and err.startswith(
@@ -70,6 +77,21 @@ def test_exit_codes(capsys):
   assert code == 2 and err.startswith('The memory budget of 100 GiB exceeds the 16 GiB of one cpu.')
   with pytest.raises(SystemExit):
     run(capsys, '--mesh', 'data=many')
+
+
+@pytest.mark.parametrize('option', ['--out', '--html'])
+@pytest.mark.parametrize(
+  ('path', 'reason'),
+  [
+    ('.', "'.' is a folder, not a file"),
+    ('no/x', "'no/x' cannot be written: there is no folder 'no'"),
+  ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_search(option, path, reason, capsys):
+  with pytest.raises(SystemExit) as caught:
+    run(capsys, option, path)
+  error = capsys.readouterr().err
+  assert caught.value.code == 2 and error.endswith(f'error: argument {option}: {reason}\n')
 
 
 def test_pipelines(capsys, monkeypatch):

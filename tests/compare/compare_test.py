@@ -372,12 +372,16 @@ def test_no_layouts(layouts, problem):
   assert str(error.value) == f'{problem}\n{fix}'
 
 
-def test_a_mesh_of_another_size():
-  with pytest.raises(TargetDeviceError) as caught:
-    compare(setup(), layouts(), 'cpu:16')
-  assert str(caught.value) == dedent("""\
-    The mesh {'data': 8} has 8 devices, the target cpu:16 16.
-    Fix: give the layout a mesh of 16 devices.""")
+def test_meshes_of_another_size():
+  text = "The mesh {'data': 8} has 8 devices, the target cpu:16 16.\nFix: give the layout a mesh of 16 devices."
+  one, fitting = spmd.abstract_mesh({'data': 8}), spmd.abstract_mesh({'data': 16})
+  for rows, expected in (
+    ({'one': one}, text),
+    ({'one': one, 'fitting': fitting, 'other': one}, f'one: {text}\nother: {text}'),
+  ):
+    with pytest.raises(TargetDeviceError) as caught:
+      compare(setup(), {name: spmd.Layout(mesh) for name, mesh in rows.items()}, 'cpu:16')
+    assert str(caught.value) == expected
 
 
 def test_a_model_that_cannot_be_traced():

@@ -1,5 +1,9 @@
 """Targets, chips, and the time of a step on them."""
 
+import itertools
+import os
+import subprocess
+import sys
 from textwrap import dedent
 
 import jax
@@ -89,6 +93,15 @@ def test_available_devices():
       "'v5e:1': the torus of v5e has 2 axes.\nFix: give the number of chips along each axis, such as v5e:1x1.",
     ),
     (
+      'v6e:12',
+      "'v6e:12': the torus of v6e has 2 axes.\nFix: give the number of chips along each axis, such as v6e:2x6.",
+    ),
+    (
+      'v5p:3x1x5',
+      "'v5p:3x1x5': a host of v5p has 2x2 chips, and its hosts make no torus of 3x1x5.\n"
+      'Fix: give the first two axes even numbers of chips, or 1, such as v5p:4x1x5.',
+    ),
+    (
       'h100:12',
       "'h100:12': h100 has 8 chips per node.\n"
       'Fix: give a multiple of that, or nodes and chips per node, such as h100:2x8.',
@@ -172,6 +185,53 @@ def test_environment_of_a_compiler(monkeypatch):
 def test_a_share_of_chips_with_two_devices():
   assert share(parse_target('tpu7x:2x2x2'), 4).text == 'tpu7x:1x1x2'
   assert share(parse_target('tpu7x:2x2x2'), 4).devices == 4
+
+
+@pytest.mark.parametrize(
+  ('whole', 'parts', 'problem'),
+  [
+    ('v5e:6x6', 4, '4 shares of 9 devices are no torus of whole hosts'),
+    ('tpu7x:2x2x2', 16, '16 shares of 1 device are no torus of whole chips'),
+  ],
+)
+def test_shares_that_no_program_is_compiled_for(whole, parts, problem):
+  with pytest.raises(TargetDeviceError) as caught:
+    share(parse_target(whole), parts)
+  assert str(caught.value) == f'{whole}: {problem}.\nFix: use another number of ranks, or another torus.'
+
+
+@pytest.mark.parametrize('name', [name for name, chip in chips().items() if chip.torus])
+def test_the_compiler_has_the_same_topologies(name, tpu_compiler):
+  sizes = itertools.product((1, 2, 3, 4), repeat=chips()[name].torus)
+  texts = [f'{name}:{"x".join(map(str, one))}' for one in sizes]
+  made = subprocess.run(
+    [sys.executable, '-c', TOPOLOGIES, *texts],
+    env=os.environ
+    | compiler_environment(parse_target(f'{name}:{"x".join(["2"] * chips()[name].torus)}')),
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  ).stdout.split()
+  assert made == [text for text in texts if _is_target(text)]
+
+
+TOPOLOGIES = """
+import sys
+from jax.experimental import topologies
+for text in sys.argv[1:]:
+  try:
+    topologies.get_topology_desc(platform='tpu', topology_name=text)
+  except Exception:
+    continue
+  print(text)
+"""
+
+
+def _is_target(text):
+  try:
+    return bool(parse_target(text))
+  except TargetDeviceError:
+    return False
 
 
 def test_a_chip_without_a_compiler_has_estimates():

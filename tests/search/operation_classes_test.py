@@ -81,3 +81,19 @@ def test_combined_lines_count_in_the_class_of_their_own_operation():
   estimated = counts(made('all-reduce', 50.0), made('all-reduce', 70.0, 'gather', 'model.py:2'))
   compiled = counts(made('all-reduce', 120.0, 'scatter-add', 'model.py:9'))
   assert compared(estimated, compiled) == {'products': (50.0, 0.0), 'lookups': (70.0, 120.0)}
+
+
+@pytest.mark.parametrize('gathered', [(), (made('all-gather', 8.0, 'broadcast_in_dim'),)])
+def test_one_that_is_combined_of_two_has_the_classes_of_both(gathered):
+  """As of tied embeddings and positions under `fsdp`: the line is that of the smaller one."""
+  estimated = counts(
+    made('all-reduce', 492.0, line='model.py:2'), made('reduce-scatter', 8.0, 'reduce'), *gathered
+  )
+  compiled = counts(
+    made('reduce-scatter', 254.0, 'transpose(jvp(M))/(reduce_sum:embed.attend/dot_general)'), *gathered
+  )
+  more = sum(one.wire for one in gathered)
+  assert compared(estimated, compiled) == {
+    'products': (492.0 + more, 246.0 + more),
+    'reductions': (8.0, 8.0),
+  }

@@ -61,6 +61,7 @@ class Formula:
   together = frozenset(
     {frozenset({'embed', 'mlp'}), frozenset({'batch', 'mlp'}), frozenset({'batch', 'embed'})}
   )
+  batch_names = frozenset({'batch'})
   dtype = 'bf16'
   calls = 0
   interrupt_at = None
@@ -773,6 +774,27 @@ def test_impossible_searches():
   )
   with pytest.raises(SearchError, match=r"choices\['remat'\] has no values"):
     run(choices={'remat': ()})
+  for tensor, limit in ((0, None), (-1, 2.5), (None, -1)):
+    with pytest.raises(SearchError) as caught:
+      run(tensor=tensor, time_limit=limit)
+    assert str(caught.value) == (
+      f'No layout can meet tensor={tensor}, time_limit={limit}.\n'
+      'Fix: pass 1 or more as tensor (1: no tensor parallelism), 0 or more as time_limit, or omit them.'
+    )
+
+
+def test_layouts_that_are_estimated_and_not_compiled(monkeypatch):
+  def failing(train_step, layouts, target, **options):
+    failed = [Outcome.failed(name, layout, 'no such torus.\nmore') for name, layout in layouts.items()]
+    return Comparison(spmd.explore.parse_target(target), failed)
+
+  monkeypatch.setattr(trials, 'compare', failing)
+  with pytest.raises(InfeasibleError) as caught:
+    run()
+  assert str(caught.value) == (
+    'None of the 122 layouts can be used.\nno such torus.\n'
+    'Fix: correct the cause of this error, which is that of the first layout.'
+  )
 
 
 def test_choices_that_cannot_be_compared():

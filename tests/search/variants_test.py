@@ -253,7 +253,7 @@ def test_paths_of_the_host_that_are_no_texts(host):
   )
 
 
-@pytest.mark.parametrize('name', ['act_batch', 'activation_batch'])
+@pytest.mark.parametrize('name', ['act_batch', 'B', 'examples'])
 def test_activations_may_name_the_batch_in_their_own_way(name):
   def step(state, x):
     def loss(state):

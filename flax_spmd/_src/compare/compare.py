@@ -149,19 +149,24 @@ def _lower_rows(
   lowered: dict[str, LoweredStep | LoweredPipeline] = {}
   failed: dict[str, Outcome] = {}
   last_error: Exception | None = None
+  unfit: dict[str, TargetDeviceError] = {}
   for name, row in rows.items():
     try:
       if isinstance(row, Pipeline):
         lowered[name] = lower_pipeline(train_step, row, target)
       else:
         lowered[name] = lower(train_step, row, target)
-    except TargetDeviceError:
-      raise
+    except TargetDeviceError as error:
+      if len(rows) == 1:
+        raise
+      unfit[name] = error
     except Exception as error:  # of one layout, if others succeed; JAX raises its own with explicit axes
       last_error = error
       layout = row.layout if isinstance(row, Pipeline) else row
       kind = '' if isinstance(error, FlaxSpmdError) else f'{type(error).__name__}: '
       failed[name] = Outcome.failed(name, layout, f'{kind}{error}')
+  if unfit:
+    raise TargetDeviceError('\n'.join(f'{name}: {error}' for name, error in unfit.items()))
   if not lowered and last_error is not None:
     raise last_error
   return lowered, failed

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import itertools
 import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from flax_spmd._src.public import public
-from flax_spmd._src.text import value_text
+from flax_spmd._src.text import plural, value_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 _SPREAD = (0.8, 1.3)  # of chips without published step times
@@ -118,7 +119,7 @@ def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
     (True, True)
   """
   # The user's file is read each time, since it can change.
-  return _known() | ({} if file is None else _read(_text(file), os.fspath(file)))
+  return _known() | ({} if file is None else _read(_read_text(file), os.fspath(file)))
 
 
 @functools.cache
@@ -127,7 +128,7 @@ def _known() -> dict[str, Chip]:
   return _read(text, 'hardware.toml')
 
 
-def _text(file: str | os.PathLike[str]) -> str:
+def _read_text(file: str | os.PathLike[str]) -> str:
   try:
     return Path(file).read_text()
   except (OSError, UnicodeDecodeError) as error:
@@ -212,6 +213,12 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
         f'{value_text(text)}: the torus of {chip.name} has {chip.torus} axes.\n'
         f'Fix: give the number of chips along each axis, such as {chip.name}:{_torus(math.prod(sizes), chip.torus)}.'
       )
+    if not _has_whole_hosts(sizes):
+      even = [size if size == 1 else size + size % 2 for size in sizes[:2]]
+      raise TargetDeviceError(
+        f'{value_text(text)}: a host of {chip.name} has 2x2 chips, and its hosts make no torus of {_text(sizes)}.\n'
+        f'Fix: give the first two axes even numbers of chips, or 1, such as {chip.name}:{_text([*even, *sizes[2:]])}.'
+      )
     return tuple(sizes)
   if len(sizes) == 2:
     return sizes[0], sizes[1]
@@ -224,13 +231,31 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
   return nodes, sizes[0] // nodes
 
 
+def _has_whole_hosts(sizes: Sequence[int]) -> bool:
+  """Whether hosts of 2 x 2 chips make a torus; the compiler for TPUs accepts no other, and 1 in the place of 2."""
+  return all(size == 1 or size % 2 == 0 for size in sizes[:2])
+
+
 def _torus(chips: int, axes: int) -> str:
-  """The sizes of a torus with a number of chips, as equal as they can be."""
-  if axes == 1:
-    return str(chips)
-  upto = round(chips ** (1 / axes))
-  smallest = max(n for n in range(1, upto + 1) if chips % n == 0 and n**axes <= chips)
-  return f'{smallest}x{_torus(chips // smallest, axes - 1)}'
+  """The sizes of a torus with at least a number of chips, as equal as they can be."""
+  found = [sizes for sizes in _factors(chips, axes) if _has_whole_hosts(sizes)]
+  return (
+    _text(min(found, key=lambda sizes: (max(sizes), -min(sizes)))) if found else _torus(chips + 1, axes)
+  )
+
+
+def _factors(number: int, count: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+  """The products of ascending factors that are equal to a number."""
+  if count == 1:
+    yield (number,)
+  while count > 1 and least**count <= number:
+    if number % least == 0:
+      yield from ((least, *others) for others in _factors(number // least, count - 1, least))
+    least += 1
+
+
+def _text(sizes: Iterable[int]) -> str:
+  return 'x'.join(map(str, sizes))
 
 
 def share(target: Target, parts: int) -> Target:
@@ -239,6 +264,9 @@ def share(target: Target, parts: int) -> Target:
   Args:
     target: the whole target.
     parts: number of shares; divides the number of devices.
+
+  Raises:
+    TargetDeviceError: such a share of a torus is none that a program can be compiled for.
 
   Example:
     >>> [share(parse_target(text), 4).text for text in ('h100:64', 'h100:8', 'v5e:4x4')]
@@ -249,14 +277,15 @@ def share(target: Target, parts: int) -> Target:
     in_node = math.gcd(devices, target.topology[-1])
     sizes = [devices // in_node, in_node]
   else:
-    sizes = list(target.topology)
-    while (excess := math.prod(sizes) * chip.cores // devices) > 1:
-      # Shares stay compact: the longest divisible side is divided by its smallest common factor.
-      sides = [(size, -side) for side, size in enumerate(sizes) if math.gcd(size, excess) > 1]
-      side = -max(sides)[1]
-      common = math.gcd(sizes[side], excess)
-      sizes[side] //= next(number for number in range(2, common + 1) if common % number == 0)
-  return Target(f'{chip.name}:{"x".join(map(str, sizes))}', chip, tuple(sizes))
+    sides = ([n for n in range(1, size + 1) if size % n == 0] for size in target.topology)
+    found = [one for one in itertools.product(*sides) if math.prod(one) * chip.cores == devices]
+    if not any(map(_has_whole_hosts, found)):
+      raise TargetDeviceError(
+        f'{target.text}: {parts} shares of {plural(devices, "device")} are no torus of whole {"hosts" if found else "chips"}.\n'
+        'Fix: use another number of ranks, or another torus.'
+      )
+    sizes = min(filter(_has_whole_hosts, found), key=lambda one: (sorted(one, reverse=True), one))
+  return Target(f'{chip.name}:{_text(sizes)}', chip, tuple(sizes))
 
 
 def _available(file: str | os.PathLike[str] | None) -> Target:

@@ -43,6 +43,7 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.compat import PLACEHOLDER
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
+from flax_spmd._src.estimate.batch_names import batch_names
 from flax_spmd._src.estimate.doubts import UNCHECKED
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
@@ -92,6 +93,7 @@ class Estimator:
     names: sizes of the dimensions with each logical name.
     parameter_names: logical names of dimensions of the state.
     together: pairs of logical names that occur on one array.
+    batch_names: logical names of the dimension of examples, in the batch and in constraints of what comes from it.
     reason: why the step is lowered and partitioned for each layout, or ''. The other attributes are then empty.
 
   Raises:
@@ -116,6 +118,7 @@ class Estimator:
   names: Mapping[str, tuple[int, ...]] = MappingProxyType({})
   parameter_names: frozenset[str] = frozenset()
   together: frozenset[frozenset[str]] = frozenset()
+  batch_names: frozenset[str] = frozenset()
   reason: str = ''
 
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
@@ -180,6 +183,17 @@ class Estimator:
       together |= {frozenset((one, other)) for one in dims for other in dims if one != other}
     self.names = {name: tuple(sorted(values)) for name, values in sorted(sizes.items())}
     self.together = frozenset(together)
+    self.batch_names = self._batch_names(batch) - self.parameter_names
+
+  def _batch_names(self, batch: Any) -> frozenset[str]:
+    places, known = set[tuple[int, int]](), set[str]()
+    for number, leaf in enumerate(self._lowering.leaves(batch)):
+      names = tuple(leaf.sharding.spec) if self._parts[number] == 'batch' else ()
+      dim = names.index('batch') if 'batch' in names else 0
+      if isinstance(name := next(iter(names[dim:]), None), str):
+        places.add((number, dim))
+        known.add(name)
+    return batch_names(self._lowering.jaxpr, places, known) | known - {BATCH_OF_LAYER}
 
   def estimate(self, layout: Layout, target: Target | str, *, partition: bool = True) -> Outcome:
     """Estimates the costs and memory of the step under a layout.

@@ -44,7 +44,7 @@ class ModelFacts(NamedTuple):
     names: sizes of the dimensions of each logical name.
     parameters: names on dimensions of the state.
     together: pairs of names that occur on one array.
-    batch: names of the batch dimension, in the step's arguments and in activations.
+    batch: names of the dimension of examples, in the step's arguments and in activations.
     min_sizes: values of `min_size` for `fsdp` that make a difference for this model.
     paths: for a model without names, its kinds of parameters.
     batch_elements: number of elements of all arrays of the batch.
@@ -77,13 +77,14 @@ def facts_of(
   names: Mapping[str, tuple[int, ...]] | None = None,
   parameters: frozenset[str] = frozenset(),
   together: frozenset[frozenset[str]] = frozenset(),
+  of_batch: frozenset[str] = frozenset(),
 ) -> ModelFacts:
   """Collects the facts of a model.
 
   Args:
     train_step: the step, whose state is traced.
     axes: mesh axes that a model may use, with their sizes.
-    names, parameters, together: attributes of an `Estimator`. Without an estimator they are read off the
+    names, parameters, together, of_batch: attributes of an `Estimator`. Without an estimator they are read off the
       state, which leaves out names of activations.
   """
   layout = Layout(abstract_mesh(axes or {'all': 1}))
@@ -92,7 +93,7 @@ def facts_of(
   rows, parts = layout.rows(state), leaf_parts(state)
   if names is None:
     names, parameters, together = _names_of_state(rows)
-  first = _batch_names(train_step.placements)
+  first = _batch_names(train_step.placements) | of_batch
   leaves = jax.tree.leaves(train_step.batch)
   sizes = tuple(sorted({leaf.shape[0] for leaf in leaves if getattr(leaf, 'shape', ())}))
   known = {**names, **{name: sizes for name in first if name not in names}}

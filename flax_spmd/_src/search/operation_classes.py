@@ -5,7 +5,8 @@
 
 Both sides report collectives with the operation and the source line that need them. Compilers combine collectives and
 move them, so their reports differ in places where the traffic does not. A compiled collective is therefore attributed to
-an estimated one where there is one like it, then by its source line, and only then by the name of its operation.
+an estimated one where there is one like it, then by its source line, and only then by the name of its operation. One that
+is combined of several operations has the line of one of them, and the names of all.
 """
 
 from __future__ import annotations
@@ -92,10 +93,15 @@ def _is_like(one: Collective, other: Collective) -> bool:
 def _shares(other: Collective, unmatched: Sequence[Collective]) -> dict[str, float]:
   """The classes of a compiled collective: those of the estimated ones at its source line, or its own."""
   here = [one for one in unmatched if one.source == other.source and one.source]
+  here = [one for one in here if one.kind == other.kind] or here
   total = sum(one.wire for one in here)
   if not total:
     return {class_of(other): 1.0}
-  shares: dict[str, float] = {}
+  combined = other.op.split(':') if ':' in other.op and other.wire > total else ()
+  parts = {class_of(other._replace(op=op)) for op in combined}
+  elsewhere = sorted(parts - {class_of(one) for one in here})
+  whole = other.wire if elsewhere else total
+  shares = {name: (1 - total / whole) / len(elsewhere) for name in elsewhere}
   for one in here:
-    shares[class_of(one)] = shares.get(class_of(one), 0.0) + one.wire / total
+    shares[class_of(one)] = shares.get(class_of(one), 0.0) + one.wire / whole
   return shares

@@ -138,7 +138,7 @@ def search(
   )
   _check_values(choices, mesh, {'pin': pin, 'forbid': forbid, 'batch_only': batch_only})
   values = {name: tuple(values) for name, values in (choices or {}).items()}
-  _check(hardware_target, top, candidates, values)
+  _check(hardware_target, top, candidates, values, tensor, time_limit)
   check_pipelines(pipelines, hardware_target)
   axes = axes_named(mesh, pin, batch_only, hardware_target.devices)
   task = SearchTask(train_step, hardware_target, hardware, checked_jobs(jobs), fresh, axes)
@@ -217,7 +217,14 @@ def _check_values(choices: Any, mesh: Any, axes: Mapping[str, Any]) -> None:
     )
 
 
-def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tuple[Any, ...]]) -> None:
+def _check(
+  target: Target,
+  top: int,
+  candidates: int,
+  choices: Mapping[str, tuple[Any, ...]],
+  tensor: int | None,
+  time_limit: float | None,
+) -> None:
   unhashable = [
     f'\n  {name}: {value_text(value)}, of type {type(value).__name__}'
     for name, values in choices.items()
@@ -235,6 +242,11 @@ def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tupl
       f'The search is empty: candidates={candidates}, top={top}'
       + ''.join(f', choices[{value_text(name)}] has no values' for name in empty)
       + '.\nFix: pass at least one candidate, a top of 0 or more, and a value for every choice.'
+    )
+  if (tensor is not None and tensor < 1) or (time_limit or 0) < 0:
+    raise SearchError(
+      f'No layout can meet tensor={tensor}, time_limit={time_limit}.\n'
+      'Fix: pass 1 or more as tensor (1: no tensor parallelism), 0 or more as time_limit, or omit them.'
     )
   if top:
     check_compiler(target)

@@ -131,7 +131,7 @@ class Selection(NamedTuple):
 
   def infeasible_text(self, compiled: Mapping[Any, Outcome]) -> str:
     """The error text for a search in which no layout fits."""
-    known = compiled if any(one.memory for one in compiled.values()) else self.trials.estimated
+    known = compiled or self.trials.estimated
     sized = [one for one in known.values() if one.memory is not None]
     if not sized:
       error = next((one.error for one in known.values() if one.error), 'nothing was tried')

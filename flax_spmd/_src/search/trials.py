@@ -166,7 +166,7 @@ def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
       return TaskVariant(task, None, _facts_without_estimator(task), None, str(error).splitlines()[0])
     if estimator.reason:
       return TaskVariant(task, estimator, _facts_without_estimator(task), None)
-    found = estimator.names, estimator.parameter_names, estimator.together
+    found = estimator.names, estimator.parameter_names, estimator.together, estimator.batch_names
     facts = facts_of(task.train_step, {}, *found)
     cache = open_cache(_identity(task, facts), task.target, task.fresh)
   return TaskVariant(task, estimator, facts, cache)
