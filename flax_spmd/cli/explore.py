@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
       '--target',
       required=True,
-      help="hardware to compile for: 'h100:64', 'v5e:16x16', 'cpu:8'; see flax-spmd targets",
+      help="hardware to compile for: 'h100:64', 'v5e:16x16', '2xv5e:16x16' (slices), 'cpu:8'; see flax-spmd targets",
     )
     parser.add_argument('--hardware', metavar='TOML', help='file that describes additional chips')
     _add_limits(parser)

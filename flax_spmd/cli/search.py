@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
   parser.add_argument(
     '--target',
     required=True,
-    help="hardware to search for: 'h100:64', 'v5e:16x16', 'cpu:8'; see flax-spmd targets",
+    help="hardware to search for: 'h100:64', 'v5e:16x16', '2xv5e:16x16' (slices), 'cpu:8'; see flax-spmd targets",
   )
   parser.add_argument(
     '--memory', metavar='SIZE', help='memory budget of a device, such as 60GiB (default: all of it)'

@@ -1,18 +1,22 @@
 """Targets, chips, and the time of a step on them."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
+import types
 from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.compile_worker import with_positions
 from flax_spmd._src.compare.costs import (
   BANDWIDTH,
   START,
@@ -30,6 +34,7 @@ from flax_spmd._src.compare.hardware import (
   gpu_description,
   parse_target,
   share,
+  within_slice,
 )
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.hlo.work import Product
@@ -49,6 +54,8 @@ from flax_spmd.explore import Estimator, TrainStep, compare
     ('tpu7x:2x2x1', 8, (2, 2, 1)),  # two devices a chip
     ('gb200:64', 64, (1, 64)),  # one NVLink domain
     ('gb300:144', 144, (2, 72)),
+    ('2xv5e:4x4', 32, (4, 4)),  # two slices
+    ('3xtpu7x:2x2x1', 24, (2, 2, 1)),
   ],
 )
 def test_targets(text, devices, topology):
@@ -105,6 +112,16 @@ def test_available_devices():
       'h100:12',
       "'h100:12': h100 has 8 chips per node.\n"
       'Fix: give a multiple of that, or nodes and chips per node, such as h100:2x8.',
+    ),
+    (
+      '2xh100:8',
+      "'2xh100:8': only TPUs have slices, and h100 has nodes.\n"
+      'Fix: give nodes and chips per node, such as h100:2x8.',
+    ),
+    (
+      '2xv5f:4x4',
+      "There is no target '2xv5f:4x4'. Did you mean 'v5p'?\n"
+      f"Fix: use one of {', '.join(chips())}, as in 'h100:8', or describe the chip in a TOML file.",
     ),
     ('h100:0', "The target 'h100:0' has no number of chips.\nFix: write, for example, 'h100:8'."),
   ],
@@ -271,12 +288,123 @@ def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
     ('tpu7x:2x2x1', {'data': 4, 'model': 2}, ('data',), 4, 2.0e11),
     ('gb200:64', {'data': 8, 'model': 8}, ('data',), 8, 9.0e11),  # one NVLink domain
     ('gb200:144', {'data': 2, 'model': 72}, ('data',), 2, 5.0e10),
+    (
+      '2xv5e:4x4',
+      {'data': 2, 'model': 16},
+      ('model',),
+      16,
+      1.8e11,
+    ),  # in a slice, both axes of its torus
+    ('2xv5e:4x4', {'data': 2, 'model': 16}, ('data',), 2, 3.125e9),  # between slices: one port
+    ('2xv5e:4x4', {'data': 32}, ('data',), 32, 5.0e10),  # all chips of both: 16 ports
+    ('2xv5e:4x4', {'data': 8, 'model': 4}, ('model',), 4, 9.0e10),
   ],
 )
 def test_bandwidth_of_a_group(target, mesh, axes, group, speed):
   parsed = parse_target(target)
   one = collective(axes=axes, group=group)
   assert seconds(one, parsed, mesh) == pytest.approx(1e9 / speed + (group - 1) * parsed.chip.hop)
+
+
+@pytest.mark.parametrize('target', ['2xv5e:4x4', 'h100:2x16'])
+@pytest.mark.parametrize('kind, stride, is_apart', [('all-reduce', 1, False), ('all-reduce', 16, True)])
+def test_a_part_of_an_axis_is_within_a_node_or_between_nodes(target, kind, stride, is_apart):
+  parsed = parse_target(target)
+  one = collective(kind, axes=('data[2/32]',), group=2)._replace(stride=stride)
+  speed = parsed.chip.network if is_apart else parsed.chip.link * max(1, parsed.chip.torus)
+  assert seconds(one, parsed, {'data': 32}) == pytest.approx(1e9 / speed, rel=1e-2)
+
+
+@pytest.mark.parametrize('target', ['2xv5e:4x4', 'h100:2x16'])
+def test_a_device_that_permutes_between_nodes_has_one_port(target):
+  parsed = parse_target(target)
+  ring = collective('collective-permute', group=32)
+  assert seconds(ring, parsed, {'data': 32}) == pytest.approx(1e9 / parsed.chip.network, rel=1e-2)
+
+
+@given(
+  st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda sizes: math.prod(sizes) > 1),
+  st.integers(1, 8),
+)
+def test_the_part_of_a_mesh_in_a_slice(shape, slices):
+  inside = within_slice(shape, slices)
+  if math.prod(shape) % slices:
+    assert inside is None
+  if inside is not None:  # slices are rows of devices, one after the other
+    assert math.prod(inside) * slices == math.prod(shape)
+    per_slice = np.arange(slices).repeat(math.prod(inside)).reshape(shape)
+    outer = tuple(size // part for size, part in zip(shape, inside))
+    expected = np.arange(slices).reshape(outer)
+    for axis, part in enumerate(inside):
+      expected = expected.repeat(part, axis)
+    assert (per_slice == expected).all()
+
+
+@pytest.mark.parametrize(
+  'parts, share_of', [(2, '2xv5e:4x4'), (4, 'v5e:4x4'), (8, 'v5e:2x4'), (1, '4xv5e:4x4')]
+)
+def test_shares_of_slices(parts, share_of):
+  assert share(parse_target('4xv5e:4x4'), parts) == parse_target(share_of)
+
+
+def test_a_chip_with_a_name_like_slices(tmp_path):
+  file = tmp_path / 'chips.toml'
+  figures = chips()['v5e']._asdict()
+  lines = [f'{name} = {value!r}' for name, value in figures.items() if isinstance(value, int | float)]
+  flops = ', '.join(f'{name} = {value}' for name, value in figures['flops'].items())
+  file.write_text(
+    '\n'.join(['["2xv5e"]', 'platform = "tpu"', 'source = "none"', *lines, f'flops = {{{flops}}}'])
+  )
+  assert parse_target('2xv5e:4x4', file).slices == 1
+
+
+def test_devices_of_slices_as_positions_in_the_mesh():
+  ids = [100000, 100001, 100003, 100002, 200000, 200001, 200003, 200002]  # rings of 2 x 2 chips
+  devices = np.array([types.SimpleNamespace(id=number) for number in ids]).reshape(2, 4)
+  written = {
+    '"{1,2}x{0:3}"': '{{0,4},{1,5},{3,7},{2,6}}',
+    '"{1:2}x{0,2}"': '{{0,4},{3,7}}',
+    '{{100000,200000},{100003,200003}}': '{{0,4},{2,6}}',
+    '{{200002->100000},{100002->200000}}': '{{7,0},{3,4}}',
+  }
+  line = 'send(%x), frontend_attributes={{_xla_megascale_target={},a="{{100000,200000}}"}}, channel_id=100000\n'
+  text = ''.join(map(line.format, written))
+  assert with_positions(text, devices) == ''.join(map(line.format, written.values()))
+
+
+def test_collectives_between_slices(tpu_compiler):
+  """Gradients are reduced over both slices: by half of the shards of one, or by each device's."""
+  w = spmd.LogicallyPartitioned(jnp.zeros((1024, 1024)), ('embed', 'mlp'))
+
+  def step(state, x):
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w.unbox()) ** 2))(state)
+    return jax.tree.map(jnp.subtract, state, grads), 0.0
+
+  train_step = TrainStep(step, lambda: w, jax.ShapeDtypeStruct((256, 1024), jnp.float32))
+  layouts = {
+    'data': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),)),
+    'fsdp': spmd.Layout(
+      spmd.abstract_mesh({'replica': 2, 'fsdp': 4}), (('batch', ('replica', 'fsdp')), ('embed', 'fsdp'))
+    ),
+    'across': spmd.Layout(spmd.abstract_mesh({'fsdp': 8}), (('batch', 'fsdp'), ('embed', 'fsdp'))),
+    'tensor': spmd.Layout(
+      spmd.abstract_mesh({'data': 2, 'model': 4}), (('batch', 'data'), ('mlp', 'model'))
+    ),
+  }
+  found = {}
+  for name, outcome in zip(layouts, compare(train_step, layouts, '2xv5e:2x2')):
+    assert outcome.counts.opaque == ()
+    between = [one for one in outcome.counts.collectives if one.group == 2 and one.bytes > 2**16]
+    found[name] = {(one.kind, one.axes, one.stride): one.wire for one in between}
+  quarter = (
+    2.0**20
+  )  # bytes of a fourth of the weight, that each device has of it after the sum within a slice
+  reduced = lambda axis, stride=1: {('all-reduce', (axis,), stride): pytest.approx(quarter, rel=0.1)}
+  assert found['data'] == reduced('data[2/8]', 4)
+  assert found['fsdp'] == reduced('replica')
+  assert found['tensor'] == reduced('data')
+  gathered = found['across'].pop(('all-gather', ('fsdp[2/8]',), 4))
+  assert gathered == quarter / 2 and found['across'] == reduced('fsdp[2/8]', 4)
 
 
 def test_latency_dominates_small_transfers():

@@ -132,6 +132,36 @@ def test_a_permute_as_send_and_receive():
   assert (one.kind, one.axes, one.wire) == ('collective-permute', ('model',), 32)
 
 
+@pytest.mark.parametrize(
+  'text, kind, axes, group, wire, stride',
+  [
+    ('ALL_REDUCE {{0,4},{1,5},{2,6},{3,7}}', 'all-reduce', ('data',), 2, 32, 1),
+    ('ALL_GATHER {{0,4},{1,5},{2,6},{3,7}}', 'all-gather', ('data',), 2, 32, 1),
+    ('REDUCE_SCATTER {{0,2},{1,3},{4,6},{5,7}}', 'reduce-scatter', ('model[2/4]',), 2, 16, 2),
+    ('ALL_TO_ALL {{0,4},{1,5},{2,6},{3,7}}', 'all-to-all', ('data',), 2, 16, 1),
+    ('ONE_TO_ONE {{0,4},{4,0}}', 'collective-permute', ('data',), 2, 32, 1),
+  ],
+)
+def test_collectives_between_slices_of_tpus(text, kind, axes, group, wire, stride):
+  type_, target = text.split()
+  attributes = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{type_}",a="b"'
+  counts = counted(
+    '%x = f32[8]{0} parameter(0)',
+    '%y = f32[8]{0} negate(%x), metadata={op_name="jit(step)/dot_general"}',
+    '%b = f32[8]{0} bitcast(%y)',
+    '%t = token[] after-all()',
+    f'%s = (f32[8]{{0}}, u32[], token[]) send(%b, %t), channel_id=1, is_host_transfer=true, frontend_attributes={{{attributes}}}',
+    f'%r = (f32[8]{{0}}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, frontend_attributes={{{attributes}}}',
+    '%d = token[] send-done(%s), channel_id=1, is_host_transfer=true',
+    '%id = u32[] custom-call(), custom_call_target="SliceId"',
+    'ROOT %e = (f32[8]{0}, token[]) recv-done(%r), channel_id=2, is_host_transfer=true',
+  )
+  (one,) = counts.collectives
+  assert (one.kind, one.axes, one.group, one.bytes, one.wire) == (kind, axes, group, 32, wire)
+  assert (one.dtype, one.op, one.stride) == ('f32', 'jit(step)/dot_general', stride)
+  assert counts.opaque == ()
+
+
 def test_tpu_asynchronous_fusions_count_once_and_slices_of_sums_are_reduce_scatters():
   counts = count((DATA / 'tpu_async.hlo').read_text(), {'data': 2, 'model': 4})
   gather, scatter = sorted(counts.collectives, key=lambda one: one.kind)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.hlo.counts import count
-from flax_spmd._src.hlo.device_groups import axes_of, axes_of_pairs, connected, read_groups, read_pairs
+from flax_spmd._src.hlo.device_groups import (
+  axes_of,
+  axes_of_pairs,
+  connected,
+  read_groups,
+  read_pairs,
+  stride_of,
+)
 
 ALONG_MODEL = [[0, 1, 2, 3], [4, 5, 6, 7]]
 ALONG_DATA = [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -66,6 +73,16 @@ def test_uneven_lists():
 )
 def test_axes(groups, expected):
   assert axes_of(np.array(groups), MESH) == expected
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(1, 3))
+def test_the_stride_of_a_part_of_an_axis(before, outer, count, stride):
+  size = outer * count * stride
+  devices = np.arange(before * size * 2).reshape(before * outer, count, stride * 2)
+  groups = devices.transpose(0, 2, 1).reshape(-1, count)
+  parts = axes_of(groups, {'a': before, 'b': size, 'c': 2})
+  expected = stride if parts and parts[0].endswith(']') else 1
+  assert stride_of(groups, {'a': before, 'b': size, 'c': 2}) == expected
 
 
 @pytest.mark.parametrize(

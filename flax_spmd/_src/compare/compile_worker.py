@@ -9,6 +9,7 @@ the process. Each program is compiled in a fork, which ends before the compiler 
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target
+from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target, within_slice
 from flax_spmd._src.hlo.buffer_assignment import Dump, read_dump
 
 BEGIN = 'flax_spmd compiles '  # precedes each folder on stderr, where compilers log
@@ -35,6 +36,11 @@ _TEMPORARIES = re.compile(r'required for HLO temporaries \(([\d.]+)([KMGT])\) ex
 # XLA's pass that chooses among kernels, for which there is no device. It fails for some products, and takes long for others.
 _AUTOTUNING = ('config-assigner', 'autotuner')  # the second is its name in JAX 0.10
 _DISABLED = re.compile(r'--xla_disable_hlo_passes=(\S+)')
+_PER_SLICE = 100_000  # numbers of devices of a slice; those of the first begin with it
+_TRANSFER = re.compile(
+  r'(_xla_megascale_target=)(?:"\{(?P<slices>[\d,:]+)\}x\{(?P<inside>[\d,:]+)\}"|(?P<groups>\{\{[\d,>{}-]*\}\}))'
+)
+_NUMBER = re.compile(r'\d+')
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
@@ -79,7 +85,8 @@ def compile_program(folder: Path, target: Target, shape: tuple[int, ...]) -> dic
   code = (folder / 'program.mlir').read_bytes()
   flags = without_passes() if target.chip.platform == 'cuda' else {}
   found = _assigned(folder / 'dump', target, code, devices, flags)
-  (folder / 'hlo.txt').write_text(hlo_text(found.module, devices.size))
+  text = hlo_text(found.module, devices.size // target.slices)
+  (folder / 'hlo.txt').write_text(text if target.slices == 1 else with_positions(text, devices))
   return {
     'memory': found.memory,
     'live': found.live,
@@ -132,10 +139,43 @@ def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
     options = {'target_config': gpu_description(target.chip), 'topology': f'1x{sizes}'}
     topology = topologies.get_topology_desc(platform='cuda', topology_name=target.chip.name, **options)
     return np.array(topology.devices).reshape(shape)
-  options = {'chip_config_name': 'megacore'} if target.chip.name in ('v4', 'v5p') else {}
+  options: dict[str, Any] = {'chip_config_name': 'megacore'} if target.chip.name in ('v4', 'v5p') else {}
+  options |= {'num_slices': target.slices} if target.slices > 1 else {}
   name = f'{target.chip.name}:{sizes}'
   topology = topologies.get_topology_desc(platform='tpu', topology_name=name, **options)
-  return mesh_utils.create_device_mesh(shape, topology.devices, allow_split_physical_axes=True)
+  inside = within_slice(shape, target.slices)
+  if inside is None:  # parts of two slices are along one axis
+    return np.array(topology.devices).reshape(shape)
+  slices = itertools.groupby(topology.devices, lambda device: getattr(device, 'slice_index', 0))
+  grids = [
+    mesh_utils.create_device_mesh(inside, [*each], allow_split_physical_axes=True) for _, each in slices
+  ]
+  return np.stack(grids).reshape(shape)
+
+
+def with_positions(text: str, devices: Any) -> str:
+  """The text of a program for several slices of TPUs, with transfers between them as groups of positions in the mesh.
+
+  The compiler has the numbers of its devices there, as groups, as pairs, or as a product of slices and devices within them.
+  """
+  positions = {device.id: number for number, device in enumerate(devices.flat)}
+
+  def written(match: re.Match[str]) -> str:
+    if match['groups']:
+      return match[1] + _NUMBER.sub(
+        lambda one: str(positions[int(one[0])]), match['groups'].replace('->', ',')
+      )
+    slices, inside = (_numbers_in(match[part]) for part in ('slices', 'inside'))
+    groups = ([positions[one * _PER_SLICE + index] for one in slices] for index in inside)
+    return match[1] + '{' + ','.join('{' + ','.join(map(str, group)) + '}' for group in groups) + '}'
+
+  return _TRANSFER.sub(written, text)
+
+
+def _numbers_in(text: str) -> list[int]:
+  """The numbers of `1,2` or `0:3`, whose ends are both included."""
+  ends = (part.partition(':') for part in text.split(','))
+  return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
 def _reason(error: Exception) -> str:

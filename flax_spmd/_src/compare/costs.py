@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.compare.hardware import Chip, Target
+from flax_spmd._src.compare.hardware import Chip, Target, within_slice
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.text import time_text
 
@@ -178,8 +178,6 @@ def between(target: Target, mesh: Mapping[str, int], axis: str, one: int, other:
     [450.0, 50.0, 450.0]
   """
   chip = target.chip
-  if chip.torus:
-    return chip.link
   sizes = list(mesh.values())
   inner = math.prod(sizes[list(mesh).index(axis) + 1 :])
   outer = math.prod(sizes) // (inner * mesh[axis])
@@ -187,7 +185,7 @@ def between(target: Target, mesh: Mapping[str, int], axis: str, one: int, other:
     [(start * mesh[axis] + index) * inner + device for start in range(outer) for device in range(inner)]
     for index in (one, other)
   )
-  per_node = target.topology[-1]
+  per_node = target.per_node
   apart = any(a // per_node != b // per_node for a, b in zip(senders, receivers))
   return min(chip.link, chip.network) if apart else chip.link
 
@@ -195,12 +193,12 @@ def between(target: Target, mesh: Mapping[str, int], axis: str, one: int, other:
 def _speed(one: Collective, target: Target, mesh: Mapping[str, int]) -> float:
   """Bytes per second that a device of a group can send to the others."""
   chip = target.chip
-  if chip.torus:
-    return chip.link * _torus_axes(one, target, mesh)
-  devices, per_node = _first_group(one, mesh), target.topology[-1]
+  devices, per_node = _first_group(one, mesh), target.per_node
   together = sum(device // per_node == devices[0] // per_node for device in devices)
+  ports = 1 if one.kind == 'collective-permute' else together  # of the chips that send out of their node
+  link = chip.link * (_torus_axes(one, target, mesh) if chip.torus else 1)
   # A ring that leaves the node is split over the network ports of the group's chips in that node.
-  return chip.link if together == len(devices) else min(chip.link, together * chip.network)
+  return link if together == len(devices) else min(link, ports * chip.network)
 
 
 def _first_group(one: Collective, mesh: Mapping[str, int]) -> Sequence[int]:
@@ -208,8 +206,8 @@ def _first_group(one: Collective, mesh: Mapping[str, int]) -> Sequence[int]:
   devices, stride, parts = [0], 1, dict(map(_part, one.axes))
   for name, size in reversed(list(mesh.items())):
     if name in parts:
-      count = parts[name] or size
-      devices = [device + step * stride for step in range(count) for device in devices]
+      count, apart = (parts[name], one.stride) if parts[name] else (size, 1)
+      devices = [device + step * apart * stride for step in range(count) for device in devices]
     stride *= size
   return sorted(devices) if one.axes else range(one.group)
 
@@ -224,7 +222,8 @@ def _torus_axes(one: Collective, target: Target, mesh: Mapping[str, int]) -> int
   """The number of torus axes that a group spans, if the mesh axes are assigned to them in order."""
   covered, torus = 0, list(target.topology)
   torus[-1] *= target.chip.cores  # the devices of a chip are adjacent
-  for name, size in mesh.items():
+  sizes = within_slice(tuple(mesh.values()), target.slices) or mesh.values()
+  for name, size in zip(mesh, sizes, strict=True):
     extent, taken = 1, 0
     while torus and extent * torus[0] <= size and size % (extent * torus[0]) == 0:
       extent *= torus.pop(0)

@@ -85,22 +85,32 @@ class Target(NamedTuple):
   Attributes:
     text: text that the target was parsed from.
     chip: kind of chip.
-    topology: for TPUs, chips along each axis of the torus; otherwise (nodes, chips per node).
+    topology: for TPUs, chips along each axis of a slice's torus; otherwise (nodes, chips per node).
+    slices: number of such slices of TPUs, which a network connects; 1 for other chips.
 
   Example:
     >>> target = parse_target('h100:16')
     >>> target.text, target.chip.name, target.topology, target.devices
     ('h100:16', 'h100', (2, 8), 16)
+    >>> target = parse_target('2xv5e:4x4')
+    >>> target.slices, target.devices, target.per_node
+    (2, 32, 16)
   """
 
   text: str
   chip: Chip
   topology: tuple[int, ...]
+  slices: int = 1
 
   @property
   def devices(self) -> int:
     """Number of devices: of chips, times the devices of a chip."""
-    return math.prod(self.topology) * self.chip.cores
+    return self.slices * math.prod(self.topology) * self.chip.cores
+
+  @property
+  def per_node(self) -> int:
+    """Number of devices with fast links to each other: those of a slice of TPUs, or of a node."""
+    return self.devices // self.slices if self.chip.torus else self.topology[-1]
 
 
 @public('flax_spmd.explore')
@@ -169,10 +179,10 @@ def _chip(name: str, table: Any, where: str) -> Chip:
 
 @public('flax_spmd.explore', unchecked=['text'])
 def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Target:
-  """Parses a target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
+  """Parses a target: `'cpu:8'`, `'v5e:4x4'`, `'2xv5e:4x4'` (slices), `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
 
   Args:
-    text: kind and number of chips; `'here'` means the available devices.
+    text: kind and number of chips; `'here'` means the available devices. Slices and nodes are along the first axes of a mesh.
     file: TOML file with further chips.
 
   Raises:
@@ -187,7 +197,9 @@ def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Targe
   if text == 'here':
     return _available(file)
   name, _, size = str(text).partition(':')
-  known = chips(file)
+  known, slices = chips(file), 1
+  if name not in known and (several := re.fullmatch(r'([1-9]\d*)x(.+)', name)):
+    slices, name = int(several[1]), several[2]
   if name not in known:
     raise TargetDeviceError(
       f'There is no target {value_text(text)}.{did_you_mean(name, known)}\n'
@@ -198,7 +210,12 @@ def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Targe
     raise TargetDeviceError(
       f'The target {value_text(text)} has no number of chips.\nFix: write, for example, {_example(known, name)!r}.'
     )
-  return Target(text, chip, _topology(chip, [int(part) for part in size.split('x')], text))
+  if slices > 1 and not chip.torus:
+    raise TargetDeviceError(
+      f'{value_text(text)}: only TPUs have slices, and {name} has nodes.\n'
+      f'Fix: give nodes and chips per node, such as {name}:{slices}x{chip.per_node}.'
+    )
+  return Target(text, chip, _topology(chip, [int(part) for part in size.split('x')], text), slices)
 
 
 def _example(known: Mapping[str, Chip], name: str) -> str:
@@ -269,10 +286,12 @@ def share(target: Target, parts: int) -> Target:
     TargetDeviceError: such a share of a torus is none that a program can be compiled for.
 
   Example:
-    >>> [share(parse_target(text), 4).text for text in ('h100:64', 'h100:8', 'v5e:4x4')]
-    ['h100:2x8', 'h100:1x2', 'v5e:2x2']
+    >>> [share(parse_target(text), 4).text for text in ('h100:64', 'h100:8', 'v5e:4x4', '8xv5e:4x4')]
+    ['h100:2x8', 'h100:1x2', 'v5e:2x2', '2xv5e:4x4']
   """
   chip, devices = target.chip, target.devices // parts
+  if devices % target.per_node == 0 and chip.torus:
+    return _torus_of(chip, target.topology, devices // target.per_node)
   if not chip.torus:
     in_node = math.gcd(devices, target.topology[-1])
     sizes = [devices // in_node, in_node]
@@ -285,7 +304,29 @@ def share(target: Target, parts: int) -> Target:
         'Fix: use another number of ranks, or another torus.'
       )
     sizes = min(filter(_has_whole_hosts, found), key=lambda one: (sorted(one, reverse=True), one))
+    return _torus_of(chip, sizes)
   return Target(f'{chip.name}:{_text(sizes)}', chip, tuple(sizes))
+
+
+def _torus_of(chip: Chip, sizes: tuple[int, ...], slices: int = 1) -> Target:
+  return Target(f'{f"{slices}x" * (slices > 1)}{chip.name}:{_text(sizes)}', chip, sizes, slices)
+
+
+def within_slice(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
+  """The part of a mesh's shape in one slice, if the slices are along the first axes; None if they do not divide these.
+
+  Example:
+    >>> within_slice((8, 4), 2), within_slice((2, 8), 4), within_slice((3, 4), 2)
+    ((4, 4), (1, 4), None)
+  """
+  inside, left = [], slices
+  for size in shape:
+    common = math.gcd(size, left)
+    if common not in (size, left):
+      return None
+    inside.append(size // common)
+    left //= common
+  return tuple(inside)
 
 
 def _available(file: str | os.PathLike[str] | None) -> Target:

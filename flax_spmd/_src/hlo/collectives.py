@@ -6,10 +6,18 @@ programs contain reduce-scatters as a fusion of an all-reduce and a slice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flax_spmd._src.hlo.device_groups import axes_of, axes_of_pairs, connected, read_groups, read_pairs
+from flax_spmd._src.hlo.device_groups import (
+  axes_of,
+  axes_of_pairs,
+  connected,
+  read_groups,
+  read_pairs,
+  stride_of,
+)
 from flax_spmd._src.hlo.flops import custom_call_target
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction
 from flax_spmd._src.hlo.source_frames import origin
@@ -24,6 +32,9 @@ KINDS = (
   'collective-broadcast',
 )
 _SENT = '_xla_send_recv_source_target_pairs'  # GPU compilers can split a permute into send and receive
+# The compiler for TPUs makes a send and a receive of a collective between slices.
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_SLICES = '_xla_megascale_target'
 
 
 class Collective(NamedTuple):
@@ -40,6 +51,7 @@ class Collective(NamedTuple):
     op: name of the JAX operation.
     source: line of the model, such as `model.py:31`, or '' if unknown.
     name: name of the instruction, or '' if unknown.
+    stride: distance of its devices along an axis of which it has a part: 4 for devices 0 and 4 of 8.
   """
 
   kind: str
@@ -52,6 +64,7 @@ class Collective(NamedTuple):
   op: str
   source: str
   name: str = ''
+  stride: int = 1
 
 
 def wire(kind: str, size: float, group: int) -> float:
@@ -91,6 +104,9 @@ def kind_of(instruction: Instruction) -> str:
   op = instruction.op.removesuffix('-start')
   if op == 'send' and _SENT in instruction.rest:
     return 'collective-permute'
+  if op == 'send' and (between_slices := _BETWEEN_SLICES.search(instruction.rest)):
+    kind = between_slices[1].lower().replace('_', '-')
+    return kind if kind in KINDS else 'collective-permute'
   return op if op in KINDS else ''
 
 
@@ -109,17 +125,30 @@ def collective(
   kind = kind_of(instruction)
   if kind == 'all-reduce' and fused and _keeps_part(instruction, inside):
     kind = 'reduce-scatter'
-  group, axes = _group(kind, instruction, module, mesh)
+  group, axes, stride = _group(kind, instruction, module, mesh)
   if group < 2:
     return None
-  arrays = [shape for operand in inside.operands(instruction) for shape in operand.shapes]
+  operands = inside.operands(instruction)
+  arrays = [shape for operand in operands for shape in operand.shapes if shape.dtype != 'token']
   if kind == 'ragged-all-to-all':  # the others are the output, offsets and sizes
     arrays = arrays[:1]
   size = sum(shape.bytes for shape in arrays)
   dtype = max(arrays, key=lambda shape: shape.bytes).dtype if arrays else ''
-  op, source = origin(instruction.attributes.get('metadata', ''), module.frames)
+  op, source = origin(_metadata(instruction, inside), module.frames)
   sent = wire(kind, size, group)
-  return Collective(kind, axes, group, size, 1, sent, dtype, op, source, instruction.name)
+  return Collective(kind, axes, group, size, 1, sent, dtype, op, source, instruction.name, stride)
+
+
+def _metadata(instruction: Instruction, inside: Computation) -> str:
+  """The metadata of an instruction; a transfer between slices has that of the array which is sent."""
+  while instruction.op == 'send' or (
+    instruction.op == 'bitcast' and 'metadata' not in instruction.attributes
+  ):
+    operands = inside.operands(instruction)
+    if 'metadata' in instruction.attributes or not operands:
+      break
+    instruction = operands[0]
+  return instruction.attributes.get('metadata', '')
 
 
 def started(module: HloModule) -> frozenset[tuple[str, str]]:
@@ -169,22 +198,27 @@ def _keeps_part(instruction: Instruction, inside: Computation) -> bool:
 
 def _group(
   kind: str, instruction: Instruction, module: HloModule, mesh: Mapping[str, int]
-) -> tuple[int, tuple[str, ...]]:
-  """Number of devices in one group, and the mesh axes that it spans."""
+) -> tuple[int, tuple[str, ...], int]:
+  """Number of devices in one group, the mesh axes that it spans, and its `stride_of`."""
   attributes = instruction.attributes
+  sent = attributes.get('frontend_attributes', '') if instruction.op == 'send' else ''
   if kind == 'collective-permute':
-    pairs = read_pairs(attributes.get('source_target_pairs', '') or _sent_pairs(attributes))
-    return connected(pairs).shape[1], axes_of_pairs(pairs, mesh)
+    listed = attributes.get('source_target_pairs', '') or _listed(sent, _SENT) or _listed(sent, _SLICES)
+    pairs = read_pairs(listed)
+    return connected(pairs).shape[1], axes_of_pairs(pairs, mesh), 1
   # HLO separates device_ids with a comma, so it is parsed as a separate attribute.
-  text = ' '.join(attributes.get(key, '') for key in ('replica_groups', 'device_ids'))
+  text = _listed(sent, _SLICES) or ' '.join(
+    attributes.get(key, '') for key in ('replica_groups', 'device_ids')
+  )
   groups = read_groups(text, max(module.devices, 1))
   if (
     'channel_id' in attributes and 'use_global_device_ids' not in attributes and groups.tolist() == [[0]]
   ):
     groups = read_groups('', max(module.devices, 1))  # one replica: all partitions
-  return groups.shape[1], axes_of(groups, mesh)
+  return groups.shape[1], axes_of(groups, mesh), stride_of(groups, mesh)
 
 
-def _sent_pairs(attributes: Mapping[str, str]) -> str:
-  """The source-target pairs of a permute that is split into send and receive."""
-  return attributes.get('frontend_attributes', '').partition(_SENT + '=')[2].partition('}}')[0] + '}'
+def _listed(text: str, attribute: str) -> str:
+  """The lists of devices in an attribute of a send, or ''."""
+  found = text.partition(f'{attribute}=')[2].partition('}}')
+  return found[0] + found[1]

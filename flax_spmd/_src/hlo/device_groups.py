@@ -136,6 +136,22 @@ def axes_of_pairs(pairs: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]
   return axes_of(connected(pairs), mesh) or tuple(axis for axis, moves in zip(mesh, moved) if moves)
 
 
+def stride_of(groups: np.ndarray, mesh: Mapping[str, int]) -> int:
+  """The distance, along the mesh axis of which groups have a part, from one device of a group to the next; 1 without such an axis.
+
+  Example:
+    >>> [stride_of(read_groups(text, 8), {'data': 8}) for text in ('{{0,4},{1,5},{2,6},{3,7}}', '[2,4]<=[8]')]
+    [4, 1]
+  """
+  if not any(one.endswith(']') for one in axes_of(groups, mesh)):
+    return 1
+  strides = set[int]()
+  for positions, size in zip(positions_of(groups, [*mesh.values()]), mesh.values()):
+    steps = np.diff(np.sort(positions, axis=1), axis=1)
+    strides |= {*steps[steps > 0].tolist()} if 0 < np.count_nonzero(steps[0]) < size - 1 else set()
+  return strides.pop() if len(strides) == 1 else 1
+
+
 def _named(axis: str, count: int, size: int) -> str:
   """The name of an axis, with `[count/size]` for a part of it."""
   return axis if count == size else f'{axis}[{count}/{size}]'

@@ -27,7 +27,7 @@ _NEGLIGIBLE = re.compile(r'threefry|rng|TopK|topk|callback|annotate', re.IGNOREC
 _ANNOTATIONS = re.compile(
   r'AllocateBuffer|ConcatBitcast|AsyncCollective(?:Start|Done)|CreateBuffer|Pin|Unpin'
   r'|Sharding|SPMD(?:FullToShard|ShardToFull)Shape|xla\.sdy\..*|LayoutConstraint'
-  r'|annotate_device_placement|MoveToHost|MoveToDevice|AssumeGatherIndicesInBound'
+  r'|annotate_device_placement|SliceId|MoveToHost|MoveToDevice|AssumeGatherIndicesInBound'
 )
 
 

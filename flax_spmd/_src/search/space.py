@@ -40,7 +40,7 @@ class Space(NamedTuple):
   @property
   def per_node(self) -> int:
     """Number of devices with fast links to each other."""
-    return self.target.devices if self.target.chip.torus else self.target.topology[-1]
+    return self.target.per_node
 
   def legal(self, candidate: Candidate) -> Candidate | None:
     """The canonical form of a candidate with pinned names on their axes, or None if it is not legal."""

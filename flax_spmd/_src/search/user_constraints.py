@@ -108,7 +108,7 @@ def constraints_of(
   Raises:
     SearchError: constraints that cannot be met; lists all of them.
   """
-  several_nodes = not target.chip.torus and target.topology[0] > 1
+  several_nodes = target.per_node < target.devices
   _check_texts(host)
   constraints = UserConstraints(
     target.chip.memory if memory is None else _bytes(memory),
@@ -118,7 +118,7 @@ def constraints_of(
     if isinstance(forbid, Mapping)
     else dict.fromkeys(_axes(forbid)),
     _axes(batch_only),
-    (target.topology[-1] if several_nodes else 0) if tensor is None else tensor,
+    (target.per_node if several_nodes else 0) if tensor is None else tensor,
     tuple(dict.fromkeys(_axes(host))),
   )
   raise_problems([*_problems(constraints, target, facts)])
