@@ -23,6 +23,10 @@ BART = {'d_model': 32} | {
   for name, size in (('layers', 1), ('ffn_dim', 64), ('attention_heads', 4))
 }
 
+IMAGES = {
+  'pixel_values': DRAW.normal(size=(16, 3, 32, 32)).astype('float32'),
+  'labels': np.arange(16) % 8,
+}
 # Model, configuration, sizes, batch.
 MODELS = (
   ('GPT2LMHeadModel', 'GPT2Config', {'vocab_size': 64, 'n_positions': 16, 'n_embd': 32, 'n_layer': 1, 'n_head': 4}, TEXT),
@@ -35,8 +39,24 @@ MODELS = (
   ('RobertaForMaskedLM', 'RobertaConfig', {**SIZES, 'max_position_embeddings': 32}, TEXT),
   ('T5ForConditionalGeneration', 'T5Config', {'vocab_size': 64, 'd_model': 32, 'd_kv': 8, 'd_ff': 64, 'num_layers': 2, 'num_heads': 4, 'decoder_start_token_id': 0}, {**TEXT, 'decoder_input_ids': TOKENS}),
   ('BartForConditionalGeneration', 'BartConfig', {'vocab_size': 64, **BART, 'max_position_embeddings': 32}, TEXT),
-  ('ViTForImageClassification', 'ViTConfig', {**SIZES, 'image_size': 32, 'patch_size': 8, 'num_labels': 8}, {'pixel_values': DRAW.normal(size=(16, 3, 32, 32)).astype('float32'), 'labels': np.arange(16) % 8}),
+  ('ViTForImageClassification', 'ViTConfig', {**SIZES, 'image_size': 32, 'patch_size': 8, 'num_labels': 8}, IMAGES),
   ('WhisperForConditionalGeneration', 'WhisperConfig', {'vocab_size': 64, **BART, 'num_mel_bins': 8, 'max_source_positions': 16, 'max_target_positions': 16, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2, 'decoder_start_token_id': 1, 'suppress_tokens': None, 'begin_suppress_tokens': None}, {'input_features': DRAW.normal(size=(16, 8, 32)).astype('float32'), 'decoder_input_ids': TOKENS, 'labels': TOKENS}),
+  ('AlbertForMaskedLM', 'AlbertConfig', {**SIZES, 'embedding_size': 16, 'max_position_embeddings': 32}, TEXT),
+  ('BlenderbotForConditionalGeneration', 'BlenderbotConfig', {'vocab_size': 64, **BART, 'max_position_embeddings': 32}, TEXT),
+  ('BlenderbotSmallForConditionalGeneration', 'BlenderbotSmallConfig', {'vocab_size': 64, **BART, 'max_position_embeddings': 32}, TEXT),
+  ('BloomForCausalLM', 'BloomConfig', {'vocab_size': 64, 'hidden_size': 32, 'n_layer': 2, 'n_head': 4}, TEXT),
+  ('DistilBertForMaskedLM', 'DistilBertConfig', {'vocab_size': 64, 'dim': 32, 'hidden_dim': 64, 'n_layers': 1, 'n_heads': 4, 'max_position_embeddings': 32}, TEXT),
+  ('ElectraForMaskedLM', 'ElectraConfig', {**SIZES, 'embedding_size': 16, 'max_position_embeddings': 32}, TEXT),
+  ('MBartForConditionalGeneration', 'MBartConfig', {'vocab_size': 64, **BART, 'max_position_embeddings': 32}, TEXT),
+  ('MarianMTModel', 'MarianConfig', {'vocab_size': 64, **BART, 'max_position_embeddings': 32, 'pad_token_id': 1, 'decoder_start_token_id': 1}, {**TEXT, 'decoder_input_ids': TOKENS}),
+  ('PegasusForConditionalGeneration', 'PegasusConfig', {'vocab_size': 64, **BART, 'max_position_embeddings': 32}, {**TEXT, 'decoder_input_ids': TOKENS}),
+  ('RoFormerForMaskedLM', 'RoFormerConfig', {**SIZES, 'max_position_embeddings': 32}, TEXT),
+  ('XGLMForCausalLM', 'XGLMConfig', {'vocab_size': 64, 'd_model': 32, 'ffn_dim': 64, 'num_layers': 1, 'attention_heads': 4, 'max_position_embeddings': 32}, TEXT),
+  ('XLMRobertaForMaskedLM', 'XLMRobertaConfig', {**SIZES, 'max_position_embeddings': 32}, TEXT),
+  ('MT5ForConditionalGeneration', 'MT5Config', {'vocab_size': 64, 'd_model': 32, 'd_kv': 8, 'd_ff': 64, 'num_layers': 1, 'num_heads': 4, 'decoder_start_token_id': 0}, {**TEXT, 'decoder_input_ids': TOKENS}),
+  ('LongT5ForConditionalGeneration', 'LongT5Config', {'vocab_size': 64, 'd_model': 32, 'd_kv': 8, 'd_ff': 64, 'num_layers': 1, 'num_heads': 4, 'local_radius': 3, 'encoder_attention_type': 'transient-global', 'global_block_size': 4, 'decoder_start_token_id': 0}, {**TEXT, 'decoder_input_ids': TOKENS}),
+  ('BeitForImageClassification', 'BeitConfig', {**SIZES, 'image_size': 32, 'patch_size': 8, 'num_labels': 8}, IMAGES),
+  ('Dinov2ForImageClassification', 'Dinov2Config', {**SIZES, 'image_size': 32, 'patch_size': 8, 'num_labels': 8}, IMAGES),
 )  # fmt: skip
 
 
