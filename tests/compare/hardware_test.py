@@ -36,9 +36,10 @@ from flax_spmd._src.compare.hardware import (
   share,
   within_slice,
 )
+from flax_spmd._src.compare.lowering import layout_on_target
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.hlo.work import Product
-from flax_spmd.errors import TargetDeviceError
+from flax_spmd.errors import SearchError, TargetDeviceError
 from flax_spmd.explore import Estimator, TrainStep, compare
 
 
@@ -345,6 +346,35 @@ def test_the_part_of_a_mesh_in_a_slice(shape, slices):
 )
 def test_shares_of_slices(parts, share_of):
   assert share(parse_target('4xv5e:4x4'), parts) == parse_target(share_of)
+
+
+def test_meshes_with_parts_of_slices(tmp_path):
+  train_step = TrainStep(lambda state, x: (state, 0.0), lambda: jnp.zeros(8), jnp.zeros((8, 8)))
+  odd = spmd.Layout(spmd.abstract_mesh({'data': 3, 'model': 8}), ())
+  text = (
+    "The first axes of the mesh {'data': 3, 'model': 8} do not divide into the 2 slices of 2xv5e:2x6.\n"
+    'Fix: list an axis first whose size is a multiple of 2, or axes whose sizes have that product.'
+  )
+  for estimate in (
+    lambda: Estimator(train_step, platform='tpu').estimate(odd, '2xv5e:2x6', partition=False),
+    lambda: layout_on_target(odd, parse_target('2xv5e:2x6')),
+  ):
+    with pytest.raises(TargetDeviceError) as caught:
+      estimate()
+    assert str(caught.value) == text
+  with pytest.raises(SearchError) as caught:
+    spmd.search(train_step, '2xv5e:2x6', mesh={'data': 3, 'model': 8}, top=0)
+  assert str(caught.value) == text
+
+
+def test_a_search_has_meshes_of_whole_slices(tmp_path, monkeypatch):
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
+  w = lambda: spmd.LogicallyPartitioned(jnp.zeros((48, 96)), ('embed', 'mlp'))
+  step = lambda state, x: (jax.tree.map(lambda w: w - jnp.sum(x @ w), state), 0.0)
+  train_step = TrainStep(step, w, jax.ShapeDtypeStruct((48, 48), jnp.float32))
+  result = spmd.search(train_step, '2xv5e:2x6', candidates=30, top=0)
+  sizes = {tuple(one.layout.mesh.shape.values()) for one in result.estimates}
+  assert len(sizes) > 5 and all(within_slice(shape, 2) for shape in sizes)
 
 
 def test_a_chip_with_a_name_like_slices(tmp_path):

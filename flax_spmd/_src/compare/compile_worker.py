@@ -143,9 +143,7 @@ def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
   options |= {'num_slices': target.slices} if target.slices > 1 else {}
   name = f'{target.chip.name}:{sizes}'
   topology = topologies.get_topology_desc(platform='tpu', topology_name=name, **options)
-  inside = within_slice(shape, target.slices)
-  if inside is None:  # parts of two slices are along one axis
-    return np.array(topology.devices).reshape(shape)
+  inside = within_slice(shape, target.slices) or shape
   slices = itertools.groupby(topology.devices, lambda device: getattr(device, 'slice_index', 0))
   grids = [
     mesh_utils.create_device_mesh(inside, [*each], allow_split_physical_axes=True) for _, each in slices

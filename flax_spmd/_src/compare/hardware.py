@@ -312,6 +312,36 @@ def _torus_of(chip: Chip, sizes: tuple[int, ...], slices: int = 1) -> Target:
   return Target(f'{f"{slices}x" * (slices > 1)}{chip.name}:{_text(sizes)}', chip, sizes, slices)
 
 
+def check_mesh(sizes: Mapping[str, int], target: Target) -> None:
+  """Raises unless a target has the devices of a mesh, and its slices are parts of the first axes.
+
+  Args:
+    sizes: size per mesh axis, in order.
+    target: the hardware.
+
+  Raises:
+    TargetDeviceError: the mesh has another number of devices, or an axis would have parts of slices.
+  """
+  devices = math.prod(sizes.values())
+  if devices != target.devices:
+    raise TargetDeviceError(
+      f'The mesh {dict(sizes)} has {devices} devices, the target {target.text} {target.devices}.\n'
+      f'Fix: give the layout a mesh of {target.devices} devices.'
+    )
+  if problem := slices_problem(sizes, target):
+    raise TargetDeviceError('\nFix: '.join(problem))
+
+
+def slices_problem(sizes: Mapping[str, int], target: Target) -> tuple[str, str] | None:
+  """The problem and the fix for a mesh with parts of slices along an axis, or None."""
+  if within_slice([*sizes.values()], target.slices) is not None:
+    return None
+  return (
+    f'The first axes of the mesh {dict(sizes)} do not divide into the {target.slices} slices of {target.text}.',
+    f'list an axis first whose size is a multiple of {target.slices}, or axes whose sizes have that product.',
+  )
+
+
 def within_slice(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
   """The part of a mesh's shape in one slice, if the slices are along the first axes; None if they do not divide these.
 

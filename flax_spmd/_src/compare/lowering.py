@@ -17,7 +17,7 @@ import jax
 
 from flax_spmd._src import compat
 from flax_spmd._src.compare.activation_moves import unconstrained_axes
-from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.hardware import Target, check_mesh
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import (
   lower_for_target,
@@ -161,16 +161,12 @@ def layout_on_target(layout: Layout, target: Target) -> Layout:
   """The layout on an abstract mesh with the same axes.
 
   Raises:
-    TargetDeviceError: the mesh and the target differ in their number of devices.
+    TargetDeviceError: the mesh and the target differ in their number of devices, or slices do not fit the mesh.
   """
   abstract = layout.replace(
     mesh=abstract_mesh(axis_sizes(layout.mesh), axis_types=axis_types(layout.mesh))
   )
-  if abstract.mesh.size != target.devices:
-    raise TargetDeviceError(
-      f'The mesh {axis_sizes(layout.mesh)} has {abstract.mesh.size} devices, the target {target.text} '
-      f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
-    )
+  check_mesh(axis_sizes(abstract.mesh), target)
   return abstract
 
 

@@ -25,7 +25,6 @@ A step that uses mesh axes itself, in a `shard_map` say, has no program for all 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -34,7 +33,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
-from flax_spmd._src.compare.hardware import Target, parse_target, user_flags
+from flax_spmd._src.compare.hardware import Target, check_mesh, parse_target, user_flags
 from flax_spmd._src.compare.lowering import abstract_batch, lower, python_calls
 from flax_spmd._src.compare.outcome import ESTIMATED, PARTITIONED, Memory, Outcome
 from flax_spmd._src.compare.partitioner import can_partition
@@ -60,7 +59,7 @@ from flax_spmd._src.public import public
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import shown, size_text, value_text
-from flax_spmd.errors import ArgumentTypeError, EstimatorError, TargetDeviceError, raise_problems
+from flax_spmd.errors import ArgumentTypeError, EstimatorError, raise_problems
 
 if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import LogicalSharding
@@ -217,7 +216,7 @@ class Estimator:
 
     Raises:
       ArgumentTypeError: the first argument is no layout.
-      TargetDeviceError: the mesh and the target differ in their number of devices.
+      TargetDeviceError: the mesh and the target differ in their number of devices, or slices do not fit the mesh.
       LayoutError: logical names do not fit the arrays or the mesh.
       EstimatorError: the step has to be partitioned, and the target's compiler cannot, or is not installed.
     """
@@ -234,11 +233,7 @@ class Estimator:
 
   def _begun(self, layout: Layout, target: Target, partition: bool) -> BegunEstimate:
     sizes = axis_sizes(layout.mesh)
-    if math.prod(sizes.values()) != target.devices:
-      raise TargetDeviceError(
-        f'The mesh {sizes} has {math.prod(sizes.values())} devices, the target {target.text} '
-        f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
-      )
+    check_mesh(sizes, target)
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
     batch = abstract_batch(self._train_step, layout)  # raises where its sizes do not divide
     groups = self._groups_under(layout)

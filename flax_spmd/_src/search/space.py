@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.hardware import Target, within_slice
 from flax_spmd._src.search.candidate import Axis, Candidate, Choices, canonical, compete
 from flax_spmd._src.search.model_facts import ModelFacts
 from flax_spmd._src.search.user_constraints import MAX_AXES, UserConstraints
@@ -48,6 +48,8 @@ class Space(NamedTuple):
     facts = self._facts_of(candidate)
     if candidate.min_size not in self.facts.min_sizes:  # no array is that large
       candidate = candidate._replace(fsdp_axes=(), zero1_axes=())
+    if within_slice([axis.size for axis in candidate.axes], self.target.slices) is None:
+      return None
     for over in candidate.used_axes:
       if len({*over}) < len(over):
         return None

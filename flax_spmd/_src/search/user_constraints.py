@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.hardware import Target, slices_problem
 from flax_spmd._src.estimate.graph import prime_factors
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
@@ -191,6 +191,8 @@ def _problems(constraints: UserConstraints, target: Target, facts: ModelFacts) -
       f'choose sizes whose product is {target.devices}; one of them may be -1.',
       SearchError,
     )
+  elif mesh is not None and (problem := slices_problem(mesh, target)):
+    yield Problem(*problem, SearchError)
   yield from _unknown(constraints, facts)
   yield from _contradictions(constraints, facts)
   yield from _impossible(constraints, target, facts)
