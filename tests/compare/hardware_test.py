@@ -400,6 +400,8 @@ def test_devices_of_slices_as_positions_in_the_mesh():
   line = 'send(%x), frontend_attributes={{_xla_megascale_target={},a="{{100000,200000}}"}}, channel_id=100000\n'
   text = ''.join(map(line.format, written))
   assert with_positions(text, devices) == ''.join(map(line.format, written.values()))
+  with pytest.raises(ValueError, match='are written in an unknown way: _xla_megascale_target=<=2,4'):
+    with_positions('send(%x), frontend_attributes={_xla_megascale_target=<=2,4}', devices)
 
 
 def test_collectives_between_slices(tpu_compiler):

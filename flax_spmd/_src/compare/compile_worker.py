@@ -40,6 +40,7 @@ _PER_SLICE = 100_000  # numbers of devices of a slice; those of the first begin 
 _TRANSFER = re.compile(
   r'(_xla_megascale_target=)(?:"\{(?P<slices>[\d,:]+)\}x\{(?P<inside>[\d,:]+)\}"|(?P<groups>\{\{[\d,>{}-]*\}\}))'
 )
+_UNKNOWN_TRANSFER = re.compile(r'_xla_megascale_target=(?!\{\{).{0,80}')
 _NUMBER = re.compile(r'\d+')
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
@@ -155,6 +156,9 @@ def with_positions(text: str, devices: Any) -> str:
   """The text of a program for several slices of TPUs, with transfers between them as groups of positions in the mesh.
 
   The compiler has the numbers of its devices there, as groups, as pairs, or as a product of slices and devices within them.
+
+  Raises:
+    ValueError: another notation, as of another version of the compiler.
   """
   positions = {device.id: number for number, device in enumerate(devices.flat)}
 
@@ -167,7 +171,12 @@ def with_positions(text: str, devices: Any) -> str:
     groups = ([positions[one * _PER_SLICE + index] for one in slices] for index in inside)
     return match[1] + '{' + ','.join('{' + ','.join(map(str, group)) + '}' for group in groups) + '}'
 
-  return _TRANSFER.sub(written, text)
+  text = _TRANSFER.sub(written, text)
+  if unknown := _UNKNOWN_TRANSFER.search(text):
+    raise ValueError(
+      f'the devices of a transfer between slices are written in an unknown way: {unknown[0]}'
+    )
+  return text
 
 
 def _numbers_in(text: str) -> list[int]:
