@@ -1,5 +1,6 @@
 """Meshes: hybrid ones over slices, and invalid arguments."""
 
+import math
 from textwrap import dedent
 from types import SimpleNamespace
 
@@ -103,6 +104,67 @@ def test_sizes_of_minus_one_within_and_between_slices_as_in_maxtext(slices, inne
   expected = [a * b for a, b in zip(fill(inner, 8 // slices), fill(outer, slices), strict=True)]
   mesh = spmd.make_mesh(axes, dcn=dcn, devices=devices_in(slices))
   assert list(mesh.shape.values()) == expected
+
+
+class TorusDevice(SliceDevice):
+  """A CPU device that is a TPU of a slice, at a position of its torus."""
+
+  platform, device_kind, core_on_chip = 'tpu', 'TPU v4', 0
+
+  def __init__(self, device, slice_index, coords):
+    super().__init__(device, slice_index)
+    self.coords = coords
+
+
+def torus(slices, *shape):
+  """The TPUs of some slices, each a torus of this shape."""
+  places = [(n, (*at, 0)) for n in range(slices) for at in np.ndindex(*shape)]
+  return [TorusDevice(device, *place) for device, place in zip(jax.devices(), places)]
+
+
+SHAPES = st.lists(st.integers(1, 8), min_size=1, max_size=4).filter(
+  lambda sizes: 8 % math.prod(sizes) == 0
+)
+
+
+@given(st.sampled_from([(1, 2, 4), (2, 2, 2), (4, 2, 1)]), SHAPES)
+def test_slices_are_along_the_first_axes(topology, sizes):
+  devices = torus(*topology)
+  mesh = spmd.make_mesh({f'axis{n}': size for n, size in enumerate(sizes)}, devices=devices)
+  used = math.prod(sizes)
+  assert mesh.devices.shape == tuple(sizes)
+  assert [one.slice_index for one in mesh.devices.flat] == [one.slice_index for one in devices[:used]]
+  assert {one.id for one in mesh.devices.flat} == {one.id for one in devices[:used]}
+
+
+def test_axes_that_do_not_divide_into_slices():
+  devices = torus(2, 3, 1)
+  fix = (
+    'Fix: list an axis first whose size is a multiple of 2, or give the sizes between slices, such as '
+    "make_mesh({'fsdp': -1}, dcn={'replica': 2})."
+  )
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': 3, 'model': 2}, devices=devices) == (
+    "The first axes of the mesh {'data': 3, 'model': 2} do not divide into the 2 slices of its devices, which have 3 and 3 of them.\n"
+    f'{fix}'
+  )
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': 6}, devices=torus(2, 2, 2)) == (
+    f"The first axes of the mesh {{'data': 6}} do not divide into the 2 slices of its devices, which have 4 and 2 of them.\n{fix}"
+  )
+  others = [SliceDevice(device, n // 3) for n, device in enumerate(jax.devices()[:6])]
+  assert dict(spmd.make_mesh({'data': 3, 'model': 2}, devices=others).shape) == {'data': 3, 'model': 2}
+
+
+@pytest.mark.parametrize('slices', [1, 2])
+def test_an_axis_of_a_torus_is_split_if_the_sizes_require_it(slices):
+  devices = torus(slices, 8 // slices, 1)
+  sizes = {'replica': slices, 'data': 2, 'model': 4 // slices}
+  assert dict(spmd.make_mesh(sizes, devices=devices).shape) == sizes
+  assert text_of(
+    errors.MeshError, spmd.make_mesh, sizes, devices=devices, split_physical_axes=False
+  ) == (
+    f'The mesh {sizes} has axes that are no products of those of the torus of its devices, which JAX does not split.\n'
+    'Fix: omit split_physical_axes, or choose other sizes.'
+  )
 
 
 def test_minus_one_between_slices_is_one_on_a_single_slice_and_process():

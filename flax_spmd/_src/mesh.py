@@ -44,7 +44,7 @@ def make_mesh(
   dcn: Mapping[str, int] | None = None,
   devices: Sequence[Any] | None = None,
   axis_types: AxisType | Mapping[str, AxisType] | Sequence[AxisType] = AxisType.Auto,
-  split_physical_axes: bool = False,
+  split_physical_axes: bool | None = None,
 ) -> Mesh:
   """A concrete mesh over the first available devices, in an order that suits their interconnect.
 
@@ -54,19 +54,20 @@ def make_mesh(
     dcn: size per axis name over the slow network (DCN) between slices or hosts, for hybrid meshes. The
       size of an axis that is also in `axes` is the product of both, with the slices outermost; other axes
       come first. One size may be -1: the number of slices (of processes, where devices have no slices)
-      divided by the other sizes. Devices of a single process and slice are split into equal groups, for
+      divided by the other sizes. By default, slices are along the first axes. Devices of a single process and slice are split into equal groups, for
       experiments.
     devices: devices to use; default `jax.devices()`. Surplus devices are ignored.
     axis_types: one `AxisType` for all axes, one per axis name (default Auto), or one per axis in order, as for
       `jax.make_mesh`.
-    split_physical_axes: whether several mesh axes may share one physical axis of a torus.
+    split_physical_axes: whether several mesh axes may share one physical axis of a torus. Default: if the sizes require
+      it.
 
   Returns:
     A `jax.sharding.Mesh`.
 
   Raises:
-    MeshError: a size is invalid, -1 cannot be filled in, there are too few devices or slices, or an axis
-      type is invalid or names an unknown axis.
+    MeshError: a size is invalid, -1 cannot be filled in, there are too few devices or slices, the first axes do not divide
+      into slices of TPUs, or an axis type is invalid or names an unknown axis.
 
   Example:
     >>> dict(make_mesh({'data': 2, 'model': -1}).shape)
@@ -75,7 +76,9 @@ def make_mesh(
     {'replica': 2, 'fsdp': 4}
   """
   devices = jax.devices() if devices is None else _listed(devices)
-  outer = _dcn_sizes(devices, _sizes(dcn or {}, 'dcn'))
+  if not dcn:
+    axes, dcn, devices = _along_slices(_sizes(axes, 'The mesh'), devices)
+  outer = _dcn_sizes(devices, _sizes(dcn, 'dcn'))
   slices = _slices(devices, outer)
   inner = _fill_in(_sizes(axes, 'The mesh'), min(map(len, slices)))
   needed = math.prod(inner.values())
@@ -89,13 +92,18 @@ def make_mesh(
       f'without devices: flax_spmd.abstract_mesh({sizes}).'
     )
   types = _types(sizes, axis_types)
-  if not outer and not split_physical_axes:
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices[:needed])
   shape = [inner.get(name, 1) for name in names]
-  grids = [
-    mesh_utils.create_device_mesh(shape, each[:needed], allow_split_physical_axes=split_physical_axes)
-    for each in slices
-  ]
+  try:
+    if not outer and not split_physical_axes and len(_by_slice(devices[:needed])) == 1:
+      return jax.make_mesh(tuple(shape), tuple(sizes), axis_types=types, devices=devices[:needed])
+    grids = [_grid(shape, each[:needed], bool(split_physical_axes)) for each in slices]
+  except NotImplementedError as error:
+    if split_physical_axes is not None:
+      raise MeshError(
+        f'The mesh {sizes} has axes that are no products of those of the torus of its devices, which JAX does not split.\n'
+        'Fix: omit split_physical_axes, or choose other sizes.'
+      ) from error
+    grids = [_grid(shape, each[:needed], True) for each in slices]
   return Mesh(hybrid_grid(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types)
 
 
@@ -288,6 +296,39 @@ def _dcn_sizes(devices: Sequence[Any], dcn: dict[str, int]) -> dict[str, int]:
   return {name: count // known if size == -1 else size for name, size in dcn.items()}
 
 
+def _grid(shape: Sequence[int], devices: Sequence[Any], split: bool) -> np.ndarray:
+  """Devices in an order that suits their interconnect; NotImplementedError if axes of a torus have to be split."""
+  return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
+
+
+def _by_slice(devices: Sequence[Any]) -> Counter[int | None]:
+  """The number of devices of each slice, if they have slices."""
+  return Counter(getattr(device, 'slice_index', None) for device in devices)
+
+
+def _along_slices(
+  axes: dict[str, int], devices: Sequence[Any]
+) -> tuple[dict[str, int], dict[str, int], Sequence[Any]]:
+  """The sizes within and between the slices of a mesh whose first axes are along them, and its devices."""
+  sizes = _fill_in(axes, len(devices))
+  used = devices[: math.prod(sizes.values())]
+  slices = _by_slice(used)
+  if len(slices) < 2 or len(used) < math.prod(sizes.values()):
+    return axes, {}, devices
+  inside = within_slice([*sizes.values()], len(slices)) if len({*slices.values()}) == 1 else None
+  if inside is not None:
+    outer = {name: size // part for (name, size), part in zip(sizes.items(), inside, strict=True)}
+    return dict(zip(sizes, inside, strict=True)), outer, used
+  if used[0].platform == 'tpu':
+    counts = ' and '.join(map(str, slices.values()))
+    raise MeshError(
+      f'The first axes of the mesh {sizes} do not divide into the {len(slices)} slices of its devices, which have {counts} of them.\n'
+      f'Fix: list an axis first whose size is a multiple of {len(slices)}, or give the sizes between slices, such as '
+      f"make_mesh({{'fsdp': -1}}, dcn={{'replica': {len(slices)}}})."
+    )
+  return axes, {}, devices
+
+
 def _slices(devices: Sequence[Any], dcn: dict[str, int]) -> list[list[Any]]:
   """The devices of each slice; one group of all devices without a hybrid mesh."""
   count = math.prod(dcn.values())
@@ -310,6 +351,23 @@ def _slices(devices: Sequence[Any], dcn: dict[str, int]) -> list[list[Any]]:
     f'{len(groups)} process(es).\n'
     'Fix: choose dcn sizes whose product is the number of slices, or of processes.'
   )
+
+
+def within_slice(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
+  """The part of a mesh's shape in one slice, if the slices are along the first axes; None if they do not divide these.
+
+  Example:
+    >>> within_slice((8, 4), 2), within_slice((2, 8), 4), within_slice((3, 4), 2)
+    ((4, 4), (1, 4), None)
+  """
+  inside, left = [], slices
+  for size in shape:
+    common = math.gcd(size, left)
+    if common not in (size, left):
+      return None
+    inside.append(size // common)
+    left //= common
+  return tuple(inside)
 
 
 def hybrid_grid(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarray:

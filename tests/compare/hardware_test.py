@@ -34,11 +34,11 @@ from flax_spmd._src.compare.hardware import (
   gpu_description,
   parse_target,
   share,
-  within_slice,
 )
 from flax_spmd._src.compare.lowering import layout_on_target
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.hlo.work import Product
+from flax_spmd._src.mesh import within_slice
 from flax_spmd.errors import SearchError, TargetDeviceError
 from flax_spmd.explore import Estimator, TrainStep, compare
 

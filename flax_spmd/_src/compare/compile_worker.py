@@ -23,8 +23,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target, within_slice
+from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target
 from flax_spmd._src.hlo.buffer_assignment import Dump, read_dump
+from flax_spmd._src.mesh import within_slice
 
 BEGIN = 'flax_spmd compiles '  # precedes each folder on stderr, where compilers log
 ASSIGNED = '*after_optimizations.hlo.pb'  # written by XLA once it has assigned buffers

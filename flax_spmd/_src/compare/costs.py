@@ -19,8 +19,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.compare.hardware import Chip, Target, within_slice
+from flax_spmd._src.compare.hardware import Chip, Target
 from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.mesh import within_slice
 from flax_spmd._src.text import time_text
 
 _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips without the faster one

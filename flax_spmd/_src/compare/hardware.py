@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.mesh import within_slice
 from flax_spmd._src.public import public
 from flax_spmd._src.text import plural, value_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
@@ -340,23 +341,6 @@ def slices_problem(sizes: Mapping[str, int], target: Target) -> tuple[str, str] 
     f'The first axes of the mesh {dict(sizes)} do not divide into the {target.slices} slices of {target.text}.',
     f'list an axis first whose size is a multiple of {target.slices}, or axes whose sizes have that product.',
   )
-
-
-def within_slice(shape: Sequence[int], slices: int) -> tuple[int, ...] | None:
-  """The part of a mesh's shape in one slice, if the slices are along the first axes; None if they do not divide these.
-
-  Example:
-    >>> within_slice((8, 4), 2), within_slice((2, 8), 4), within_slice((3, 4), 2)
-    ((4, 4), (1, 4), None)
-  """
-  inside, left = [], slices
-  for size in shape:
-    common = math.gcd(size, left)
-    if common not in (size, left):
-      return None
-    inside.append(size // common)
-    left //= common
-  return tuple(inside)
 
 
 def _available(file: str | os.PathLike[str] | None) -> Target:

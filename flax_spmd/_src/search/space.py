@@ -14,7 +14,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax_spmd._src.compare.hardware import Target, within_slice
+from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.mesh import within_slice
 from flax_spmd._src.search.candidate import Axis, Candidate, Choices, canonical, compete
 from flax_spmd._src.search.model_facts import ModelFacts
 from flax_spmd._src.search.user_constraints import MAX_AXES, UserConstraints
