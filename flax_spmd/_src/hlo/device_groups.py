@@ -148,7 +148,8 @@ def stride_of(groups: np.ndarray, mesh: Mapping[str, int]) -> int:
   strides = set[int]()
   for positions, size in zip(positions_of(groups, [*mesh.values()]), mesh.values()):
     steps = np.diff(np.sort(positions, axis=1), axis=1)
-    strides |= {*steps[steps > 0].tolist()} if 0 < np.count_nonzero(steps[0]) < size - 1 else set()
+    if 0 < np.count_nonzero(steps[0]) < size - 1:
+      strides.update(step for step in steps.ravel().tolist() if step)
   return strides.pop() if len(strides) == 1 else 1
 
 
