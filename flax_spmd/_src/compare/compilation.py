@@ -34,7 +34,7 @@ from flax_spmd._src.source_lines import warn
 from flax_spmd._src.versions import installed_version
 from flax_spmd.errors import TargetDeviceError
 
-_FORMAT = 7
+_FORMAT = 8
 _TIMEOUT = 1800  # seconds
 _LARGEST_CPU = 512  # devices; the CPU's compiler supports no more
 _WARNING_WORDS = (
