@@ -843,7 +843,7 @@ def test_an_unknown_target():
 
 def test_progress(capsys):
   run(candidates=10, show=True)
-  assert 'estimating' in capsys.readouterr().out
+  assert 'estimating' in capsys.readouterr().err
 
 
 def test_a_function_in_place_of_a_train_step():
