@@ -9,7 +9,6 @@ the process. Each program is compiled in a fork, which ends before the compiler 
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from typing import Any
 
 from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target
 from flax_spmd._src.hlo.buffer_assignment import Dump, read_dump
-from flax_spmd._src.mesh import within_slice
+from flax_spmd._src.mesh import make_mesh
 
 BEGIN = 'flax_spmd compiles '  # precedes each folder on stderr, where compilers log
 ASSIGNED = '*after_optimizations.hlo.pb'  # written by XLA once it has assigned buffers
@@ -132,7 +131,7 @@ def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
   """The target's devices as an array of the mesh's shape."""
   import jax
   import numpy as np
-  from jax.experimental import mesh_utils, topologies
+  from jax.experimental import topologies
 
   sizes = 'x'.join(map(str, target.topology))
   if target.chip.platform == 'cpu':
@@ -145,12 +144,8 @@ def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
   options |= {'num_slices': target.slices} if target.slices > 1 else {}
   name = f'{target.chip.name}:{sizes}'
   topology = topologies.get_topology_desc(platform='tpu', topology_name=name, **options)
-  inside = within_slice(shape, target.slices) or shape
-  slices = itertools.groupby(topology.devices, lambda device: getattr(device, 'slice_index', 0))
-  grids = [
-    mesh_utils.create_device_mesh(inside, [*each], allow_split_physical_axes=True) for _, each in slices
-  ]
-  return np.stack(grids).reshape(shape)
+  axes = {f'axis {number}': size for number, size in enumerate(shape)}
+  return make_mesh(axes, devices=topology.devices, split_physical_axes=True).devices
 
 
 def with_positions(text: str, devices: Any) -> str:

@@ -38,11 +38,6 @@ class Space(NamedTuple):
   choices: Mapping[str, tuple[Any, ...]] = {}
   facts_under: Callable[[Choices], ModelFacts] | None = None
 
-  @property
-  def per_node(self) -> int:
-    """Number of devices with fast links to each other."""
-    return self.target.per_node
-
   def legal(self, candidate: Candidate) -> Candidate | None:
     """The canonical form of a candidate with pinned names on their axes, or None if it is not legal."""
     candidate = self.constraints.pinned(self._chosen(candidate))
@@ -64,7 +59,7 @@ class Space(NamedTuple):
       return None
     # The axes of the user's mesh keep their order, and so do those of a torus.
     exchange = not self.target.chip.torus and not self.constraints.mesh
-    spelled = canonical(candidate, self.facts.together, self.per_node, exchange)
+    spelled = canonical(candidate, self.facts.together, self.target.per_node, exchange)
     return spelled if not self.constraints.pin else self.constraints.pinned(spelled)
 
   def _chosen(self, candidate: Candidate) -> Candidate:
