@@ -83,7 +83,11 @@ def test_available_devices():
       There is no target 'h1000:8'. Did you mean 'h100'?
       Fix: use one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, b300, gb200, gb300, l40s, mi300, cpu, as in 'h100:8', or describe the chip in a TOML file.""",
     ),
-    ('v5e', "The target 'v5e' has no number of chips.\nFix: write, for example, 'v5e:4x4'."),
+    (
+      'v5e',
+      "The target 'v5e' has no number of chips.\n"
+      "Fix: write, for example, 'v5e:4x4', or '2xv5e:4x4' for two slices.",
+    ),
     (
       'v5e:16',
       "'v5e:16': the torus of v5e has 2 axes.\nFix: give the number of chips along each axis, such as v5e:4x4.",
@@ -123,6 +127,16 @@ def test_available_devices():
       '2xv5f:4x4',
       "There is no target '2xv5f:4x4'. Did you mean 'v5p'?\n"
       f"Fix: use one of {', '.join(chips())}, as in 'h100:8', or describe the chip in a TOML file.",
+    ),
+    (
+      'v5e:4x4*2',
+      "The target 'v5e:4x4*2' has no number of chips.\n"
+      "Fix: write, for example, 'v5e:4x4', or '2xv5e:4x4' for two slices.",
+    ),
+    (
+      '2xcpu:8',
+      "'2xcpu:8': only TPUs have slices, and cpu has nodes.\n"
+      'Fix: give nodes and chips per node, such as cpu:2x8.',
     ),
     ('h100:0', "The target 'h100:0' has no number of chips.\nFix: write, for example, 'h100:8'."),
   ],

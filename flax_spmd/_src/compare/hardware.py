@@ -209,12 +209,13 @@ def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Targe
   chip = known[name]
   if not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)*', size):
     raise TargetDeviceError(
-      f'The target {value_text(text)} has no number of chips.\nFix: write, for example, {_example(known, name)!r}.'
+      f'The target {value_text(text)} has no number of chips.\nFix: write, for example, {_example(known, name)!r}'
+      + (f', or {f"2x{_example(known, name)}"!r} for two slices.' if chip.torus else '.')
     )
   if slices > 1 and not chip.torus:
     raise TargetDeviceError(
       f'{value_text(text)}: only TPUs have slices, and {name} has nodes.\n'
-      f'Fix: give nodes and chips per node, such as {name}:{slices}x{chip.per_node}.'
+      f'Fix: give nodes and chips per node, such as {name}:{slices}x{size.rpartition("x")[2]}.'
     )
   return Target(text, chip, _topology(chip, [int(part) for part in size.split('x')], text), slices)
 
