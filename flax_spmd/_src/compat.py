@@ -48,6 +48,7 @@ from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import lib as jax_lib
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
+from jax._src import shard_map as jax_shard_map
 from jax._src.callback import io_callback_p, pure_callback_p
 from jax._src.debugging import debug_callback_p, debug_print_p, inspect_sharding_p
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
@@ -411,7 +412,8 @@ _unbox_logical = _Detour(linen_spmd.LogicallyPartitioned, 'unbox')
 _remove_axis = _Detour(meta.Partitioned, 'remove_axis')
 _prepare = _Detour(pjit, 'prepare_axis_resources')
 _check_spec = _Detour(jax_named_sharding, '_check_mesh_resource_axis')
-under_layouts = _Detours(_unbox, _unbox_logical, _remove_axis, _prepare, _check_spec)
+_shard_map = _Detour(jax_shard_map, '_shard_map')
+under_layouts = _Detours(_unbox, _unbox_logical, _remove_axis, _prepare, _check_spec, _shard_map)
 
 
 def handle_flax_boxes(unbox: Callable[..., Any], remove_axis: Callable[..., Any]) -> None:
@@ -428,9 +430,12 @@ def handle_flax_boxes(unbox: Callable[..., Any], remove_axis: Callable[..., Any]
 
 
 def handle_constraints(
-  fitted: Callable[[Any, Any, Any], Any], refused: Callable[[Any, Any], None]
+  fitted: Callable[[Any, Any, Any], Any],
+  refused: Callable[[Any, Any], None],
+  placed: Callable[[Any], Any],
+  mesh_of: Callable[[Any, Any], Any],
 ) -> None:
-  """Changes the shardings of every constraint of JAX's, while any thread has a layout in force.
+  """Changes the shardings of every constraint, `jit` and `shard_map` of JAX's, while any thread has a layout in force.
 
   Programs import `jax.lax.with_sharding_constraint` by many names, so it is the first function that it calls which is
   replaced.
@@ -439,12 +444,16 @@ def handle_constraints(
     fitted: function from the arrays, the tree of their shardings and, in a constraint of Flax's, the logical names to
       the tree of shardings to use; or it raises an error.
     refused: called with the mesh and the spec of a `NamedSharding` that JAX refuses to make; may raise another error.
+    placed: function from the shardings of the arguments or results of a `jit` to those to use.
+    mesh_of: function from the mesh and the specs of a `shard_map` to the mesh to use.
   """
 
   def prepared(prepare: Callable[..., Any], shardings: Any, *args: Any, **kwargs: Any) -> Any:
     caller = sys._getframe(2)
     if caller.f_code is _jax_constraint:
       shardings = fitted(caller.f_locals['x'], shardings, _names_of_constraint(caller))
+    else:
+      shardings = placed(shardings)
     return prepare(shardings, *args, **kwargs)
 
   def checked(check: Callable[..., Any], mesh: Any, spec: Any, *args: Any) -> Any:
@@ -454,7 +463,11 @@ def handle_constraints(
       refused(mesh, spec)
       raise
 
-  _prepare.handler, _check_spec.handler = prepared, checked
+  def mapped(shard_map: Callable[..., Any], f: Any, *, mesh: Any, **options: Any) -> Any:
+    specs = options['in_specs'], options['out_specs']
+    return shard_map(f, mesh=mesh_of(mesh, specs), **options)
+
+  _prepare.handler, _check_spec.handler, _shard_map.handler = prepared, checked, mapped
 
 
 _jax_constraint = inspect.unwrap(jax.lax.with_sharding_constraint).__code__

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat, open_blocks
 from flax_spmd._src.constraint_log import user_line
-from flax_spmd._src.mesh import MeshLike, axis_sizes, current_mesh, describe
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh, describe
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import value_text
 from flax_spmd.errors import LayoutError, MeshAxisError, Problem, did_you_mean, raise_problems
@@ -50,6 +50,7 @@ def fitted_shardings(x: Any, shardings: Any, names: Any) -> Any:
   mesh = current_mesh()
   if mesh is None or open_blocks.of_task().own.mesh is None:
     return shardings
+  shardings = on_meshes_of_stage(shardings)
   given, treedef = jax.tree.flatten(shardings, is_leaf=lambda each: each is None)
   try:
     parts = treedef.flatten_up_to(x)
@@ -64,6 +65,53 @@ def fitted_shardings(x: Any, shardings: Any, names: Any) -> Any:
   ]
   raise_problems(list(dict.fromkeys(problems)))
   return jax.tree.unflatten(treedef, kept)
+
+
+def on_meshes_of_stage(shardings: Any) -> Any:
+  """A tree of shardings, each as on the mesh from `mesh_of_stage`."""
+
+  def on_mesh(sharding):
+    if not isinstance(sharding, NamedSharding):
+      return sharding
+    mesh = mesh_of_stage(sharding.mesh, [sharding.spec])
+    if mesh is sharding.mesh:
+      return sharding
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+  if open_blocks.of_task().own.whole is None:
+    return shardings
+  return jax.tree.map(on_mesh, shardings, is_leaf=lambda each: each is None)
+
+
+def mesh_of_stage(mesh: MeshLike | None, specs: Any) -> MeshLike | None:
+  """The mesh of a stage of a pipeline, in the place of the mesh of all its stages, which a model may hold.
+
+  Args:
+    mesh: the mesh that a part of the function of a pipeline is written for.
+    specs: the specs of its arrays, a tree.
+
+  Returns:
+    `mesh` itself if it is another one, or if the specs use the axis of the stages.
+  """
+  own = open_blocks.of_task().own
+  if mesh is None or own.mesh is None or own.whole is None or not _are_equal(mesh, own.whole):
+    return mesh
+  of_stage = axis_sizes(own.mesh)
+  of_stages = {axis for axis, size in axis_sizes(mesh).items() if of_stage[axis] != size}
+  used = [
+    axis
+    for spec in jax.tree.leaves(specs)
+    if isinstance(spec, PartitionSpec)
+    for axis in axis_names(tuple(spec))
+  ]
+  return mesh if of_stages.intersection(used) else own.mesh
+
+
+def _are_equal(one: MeshLike, two: MeshLike) -> bool:
+  """Whether meshes have the same axes, and the same devices if both have some."""
+  if isinstance(one, Mesh) and isinstance(two, Mesh):
+    return one == two
+  return axis_sizes(one) == axis_sizes(two) and axis_types(one) == axis_types(two)
 
 
 def check_axes_of_sharding(mesh: MeshLike, spec: PartitionSpec) -> None:
@@ -163,4 +211,4 @@ _REUSED = Problem(
 )
 
 
-compat.handle_constraints(fitted_shardings, check_axes_of_sharding)
+compat.handle_constraints(fitted_shardings, check_axes_of_sharding, on_meshes_of_stage, mesh_of_stage)

@@ -46,12 +46,14 @@ class InForce:
     stored: the specs of boxes whose arrays other rules than those for their names have placed, as pairs of a
       box's static part and a PartitionSpec (UNCONSTRAINED: the compiler chooses). Such a box is opened with it.
     strict: whether the layout is strict, so that rules of Flax's functions may not replace its own.
+    whole: the layout's mesh, if `mesh` is that of one stage of a pipeline.
   """
 
   mesh: MeshLike | None
   rules: Rules
   stored: tuple[tuple[Any, Any], ...] = ()
   strict: bool = False
+  whole: MeshLike | None = None
 
   @functools.cached_property
   def key(self) -> CacheKey | None:

@@ -97,55 +97,73 @@ def test_a_module_on_the_mesh_of_the_layout_runs():
   assert layout.jit(model.apply)(state, jnp.ones(X.shape)).sharding.spec == P('data', 'model')
 
 
-def test_a_stage_on_the_mesh_of_all_ranks_is_refused():
-  """The fix, no mesh or that of the time of the call, gives the same step."""
-  layout = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
-  w, batch = {'first': jnp.eye(4), 'second': jnp.ones((4, 4))}, jnp.arange(96.0).reshape(3, 8, 4) / 96
+STAGES = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
+W, ROWS = {'first': jnp.eye(4), 'second': jnp.ones((4, 4))}, jnp.arange(96.0).reshape(3, 8, 4) / 96
 
-  def doubled(x, mesh):
-    return jax.shard_map(lambda x: 2 * x, in_specs=P('data'), out_specs=P('data'), **mesh)(x)
 
-  def jitted(x, mesh):
-    return jax.jit(lambda x: 2 * x, in_shardings=NamedSharding(mesh, P('data')))(x)
+def doubled(x, axis='data', **mesh):
+  return jax.shard_map(lambda x: 2 * x, in_specs=P(axis), out_specs=P(axis), **mesh)(x)
 
-  def step_of(layer):
-    def step(w, batch):
-      def loss(w, x):
-        x = stage_end(jnp.tanh(x @ w['first']))
-        return jnp.mean(layer(x @ w['second']) ** 2)
 
-      return accumulate(lambda x: jax.grad(loss)(w, x), batch, OneFOneB(2))
+def jitted(x, mesh, axis='data'):
+  return jax.jit(lambda x: 2 * x, in_shardings=NamedSharding(mesh, P(axis)))(x)
 
-    return step
 
-  def text_of(layer):
-    with pytest.raises(MeshError) as error:
-      layout.pipeline_jit(step_of(layer)).trace(w, batch)
-    return without_lines(error)
+def pipelined_step(layer):
+  def step(w, batch):
+    def loss(w, x):
+      x = stage_end(jax.checkpoint(layer)(jnp.tanh(x @ w['first'])))
+      return jnp.mean(jnp.where(x > 0, layer(x @ w['second']), 2 * x) ** 2)
 
-  text = (
-    "The {} at foreign_meshes_test.py:N is on the mesh {{'stage': 2, 'data': 4}}; the mesh of a stage is "
-    "{{'stage': 1, 'data': 4}}.\nFix: give a constraint a PartitionSpec alone, a shard_map no mesh, and shardings of jit "
-    'the mesh of the time of the call, jax.sharding.get_abstract_mesh(): each stage is a program on a mesh of its own.'
-  )
-  assert text_of(lambda x: constrained(x, layout.mesh, 'data')) == text.format("constraint P('data',)")
-  assert text_of(lambda x: doubled(x, {'mesh': layout.mesh})) == text.format('shard_map')
-  assert text_of(lambda x: jitted(x, layout.mesh)) == text.format("jit P('data',)")
-  of_rank = Mesh(layout.mesh.devices[:1], layout.mesh.axis_names)
-  rest = text[text.index('\n') :].format()
-  assert text_of(lambda x: constrained(x, of_rank, 'data')) == (
-    "The constraint P('data',) at foreign_meshes_test.py:N is on the mesh {'data': 4} of given devices, not of those "
-    "of each rank; the mesh of a stage is {'data': 4}." + rest
-  )
+    return accumulate(lambda x: jax.grad(loss)(w, x), batch, OneFOneB(2))
+
+  return step
+
+
+def test_a_stage_of_a_model_on_the_mesh_of_all_ranks():
+  """Its own mesh is in the place of the layout's, which a model may hold as MaxText's does."""
+  of_call = jax.sharding.get_abstract_mesh
   for layer, factor in (
     (lambda x: jax.lax.with_sharding_constraint(x, P('data')), 1),
-    (lambda x: doubled(x, {}), 2),
-    (lambda x: doubled(x, {'mesh': jax.sharding.get_abstract_mesh()}), 2),
-    (lambda x: jitted(x, jax.sharding.get_abstract_mesh()), 2),
+    (lambda x: constrained(x, STAGES.mesh, 'data'), 1),
+    (lambda x: constrained(x, STAGES.mesh.abstract_mesh, 'data'), 1),
+    (lambda x: doubled(x), 2),
+    (lambda x: doubled(x, mesh=of_call()), 2),
+    (lambda x: doubled(x, mesh=STAGES.mesh), 2),
+    (lambda x: jitted(x, of_call()), 2),
+    (lambda x: jitted(x, STAGES.mesh), 2),
   ):
-    found = layout.pipeline_jit(step_of(layer))(w, batch)
-    wanted = jax.jit(step_of(lambda x: factor * x))(w, batch)  # noqa: B023
+    found = STAGES.pipeline_jit(pipelined_step(layer))(W, ROWS)
+    wanted = jax.jit(pipelined_step(lambda x: factor * x))(W, ROWS)  # noqa: B023
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, wanted)
+
+
+def test_a_stage_on_another_mesh_is_refused():
+  def text_of(layer):
+    with pytest.raises(MeshError) as error:
+      STAGES.pipeline_jit(pipelined_step(layer)).trace(W, ROWS)
+    return set(without_lines(error).splitlines())
+
+  fix = (
+    "Fix: build the model on the layout's mesh, layout.mesh, and shard nothing over its axis of stages; or give a "
+    'constraint a PartitionSpec alone, and a shard_map no mesh: each stage is a program on a mesh of its own.'
+  )
+  stage, line = "{'stage': 1, 'data': 4}", 'foreign_meshes_test.py:N is on the mesh'
+  over_all = f"{line} {{'stage': 2, 'data': 4}}; the mesh of a stage is {stage}."
+  over_stages = lambda x: doubled(x, 'stage', mesh=STAGES.mesh)
+  assert text_of(over_stages) == {f'The shard_map at {over_all}', fix}
+  over_stages = lambda x: jitted(x, STAGES.mesh, 'stage')
+  assert text_of(over_stages) == {f"The jit P('stage',) at {over_all}", fix}
+  other = f"{line} {{'data': 2, 'model': 4}}; the mesh of a stage is {{'data': 4}}."
+  assert text_of(constrained) == {f'The constraint P() at {other}', fix}
+  in_where = lambda x: jnp.where(x > 0, constrained(x), 1.0)  # JAX's own error names no line
+  assert text_of(in_where) == {f'The operation at {other}', fix}
+  of_rank = Mesh(STAGES.mesh.devices[:1], STAGES.mesh.axis_names)
+  assert text_of(lambda x: constrained(x, of_rank, 'data')) == {
+    f"The constraint P('data',) at {line} {{'data': 4}} of given devices, not of those of each rank; the mesh of a stage "
+    "is {'data': 4}.",
+    fix,
+  }
 
 
 def test_a_stage_asks_its_mesh_for_the_platform_of_its_devices():

@@ -30,14 +30,17 @@ LAYOUTS_MESH, STAGES_MESH = "the layout's mesh", 'the mesh of a stage'
 _FIXES = {
   LAYOUTS_MESH: "build the model on the layout's mesh, layout.mesh. For compare, search and Estimator, pass a function "
   'that builds it for a layout: lambda layout: TrainStep(...).',
-  STAGES_MESH: 'give a constraint a PartitionSpec alone, a shard_map no mesh, and shardings of jit the mesh of the time of '
-  'the call, jax.sharding.get_abstract_mesh(): each stage is a program on a mesh of its own.',
+  STAGES_MESH: "build the model on the layout's mesh, layout.mesh, and shard nothing over its axis of stages; or give a "
+  'constraint a PartitionSpec alone, and a shard_map no mesh: each stage is a program on a mesh of its own.',
 }
 _KINDS = {'sharding_constraint': 'constraint', 'pjit': 'jit'} | {
   name: name for name in ('jit', 'shard_map', 'reshard', 'device_put')
 }  # other equations repeat the sharding of an operand
 _OF_SHARD_MAP = re.compile(
   r'The context mesh .* should match the mesh passed to shard_map (.*)', re.DOTALL
+)
+_OF_SIZE = re.compile(
+  r'use_abstract_mesh cannot change the size of the mesh. Got new mesh: (.*?\)) with size=', re.DOTALL
 )
 _OF_ABSTRACT = re.compile(r'AbstractMesh does not implement (\w+)')
 _AXIS = re.compile(r"'([^']*)': (\d+)")
@@ -145,7 +148,7 @@ def explained_mesh_errors(mesh: MeshLike, owner: str = LAYOUTS_MESH) -> Iterator
     mesh, owner: as for `check_meshes`.
 
   Raises:
-    MeshError: a `shard_map` is on another mesh, or an abstract mesh is asked for its devices.
+    MeshError: a `shard_map` or an operation is on another mesh, or an abstract mesh is asked for its devices.
   """
   try:
     yield
@@ -157,11 +160,13 @@ def explained_mesh_errors(mesh: MeshLike, owner: str = LAYOUTS_MESH) -> Iterator
 
 
 def _explained(error: ValueError, mesh: MeshLike, owner: str) -> Problem | None:
-  if match := _OF_SHARD_MAP.match(str(error)):
+  of_shard_map = _OF_SHARD_MAP.match(str(error))
+  if match := of_shard_map or _OF_SIZE.match(str(error)):
+    kind = 'shard_map' if of_shard_map else 'operation'
     sizes = {axis: int(size) for axis, size in _AXIS.findall(match[1])}
     types = dict(zip(sizes, map(AxisType.__getitem__, _TYPE.findall(match[1])), strict=False))
     other = abstract_mesh(sizes, axis_types=types)
-    return _problem('shard_map', None, _line(error), other, mesh, owner)
+    return _problem(kind, None, _line(error), other, mesh, owner)
   if match := _OF_ABSTRACT.match(str(error)):
     return Problem(
       f'The program at {_line(error)} uses {match[1]} of the mesh {describe(mesh)}, which is abstract: it has '

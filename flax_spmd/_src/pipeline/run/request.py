@@ -85,13 +85,13 @@ class Setting:
   @contextlib.contextmanager
   def trace_scope(self, mesh: AbstractMesh) -> Iterator[None]:
     """The block in which a user's function is traced for the mesh of any rank, whose devices have only a platform."""
-    placed, scope = self.mesh, trace_scope(InForce(mesh, self.rules), STAGES_MESH)
+    placed, in_force = self.mesh, InForce(mesh, self.rules, whole=self.mesh)
     devices = (
       compat.target_devices(placed.devices.flat[0].platform)
       if isinstance(placed, Mesh)
       else contextlib.nullcontext()
     )
-    with scope, devices:
+    with trace_scope(in_force, STAGES_MESH), devices:
       yield
 
 
