@@ -34,14 +34,14 @@ def test_a_failure_is_a_row_with_its_error(render, monkeypatch):
     'version': '1',
     'annotated': 'names',
     'changes': '',
-    'checks': dict.fromkeys(CHECKS, 'ok'),
+    'checks': dict.fromkeys(CHECKS, 'ok') | {'pipeline': render.NOT_TRIED},
   }
   row['versions'] = {'jax': '1', 'flax': '2', 'python': '3'}
   row['checks']['shardings'] = 'silently 1 of 2 leaves otherwise: w'
   monkeypatch.setattr(render, 'recorded', lambda: {'model': row})
   assert (
     render.annotated().splitlines()[-1]
-    == '| model (names) | p 1 | equal | equal | fails | equal | equal | – |'
+    == '| model (names) | p 1 | equal | equal | fails | equal | equal | – | – |'
   )
   assert render.failures() == '- **model**, shardings: `silently 1 of 2 leaves otherwise: w`'
   assert '1 cases from 1 packages and repositories, 1 of them' in render.count()
@@ -49,7 +49,7 @@ def test_a_failure_is_a_row_with_its_error(render, monkeypatch):
   assert render.count().endswith('Run with jax 1, flax 2, Python 3.')
 
 
-CHECKS = ('init', 'shardings', 'steps', 'restore', 'compare')
+CHECKS = ('init', 'shardings', 'steps', 'restore', 'compare', 'pipeline')
 
 
 def test_every_row_has_every_check():

@@ -6,12 +6,14 @@ is called, so that the entries can be listed in any environment.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 import flax_spmd as spmd
+from flax_spmd import pipeline
 
 ROWS = PartitionSpec('data')
 FSDP = (('batch', 'data'), spmd.fsdp('data', min_size=1))  # the table for models without names
@@ -23,7 +25,9 @@ class Case:
 
   Attributes:
     create: `create(*args)`, the state as its authors create it.
-    step: `step(state, batch)`, which returns the state and the loss.
+    step: `step(state, batch)`, which returns the state and the loss; None if it is given as two halves.
+    halves: `gradients(state, batch)`, which returns the loss and the gradients, and `update(state, gradients)`, which returns
+      the state; for a model whose authors have both as functions. A pipeline accumulates gradients between them.
     batch: host arrays.
     args: arguments of `create`.
     mesh: sizes of the mesh axes, over 8 devices.
@@ -32,6 +36,7 @@ class Case:
     batch_spec: the spec of every array of the batch.
     axis_name: the axis that a pmap-style step reduces over, or ''.
     of_mesh: `of_mesh(mesh)`, which returns `create` and `step`, for a model that holds its mesh; in place of both.
+    accumulates: whether its step has a loop over microbatches, which a pipeline takes as it is.
     one_device: whether its step runs on one device. If not, losses are compared with those of the authors' own way.
     partitioner: `partitioner(abstract_state, mesh)`, the authors' own function: a sharding or a spec for each
       leaf of the state. None for models without annotations.
@@ -47,12 +52,27 @@ class Case:
   batch_spec: PartitionSpec = ROWS
   axis_name: str = ''
   of_mesh: Callable[[Any], tuple[Any, Any]] | None = None
+  halves: tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None = None
+  accumulates: bool = False
   one_device: bool = True
   partitioner: Callable[[Any, Any], Any] | None = None
 
   def functions(self, mesh: Any) -> tuple[Callable[..., Any], Callable[[Any, Any], tuple[Any, Any]]]:
     """`create` and `step` of the model for a mesh."""
-    return self.of_mesh(mesh) if self.of_mesh else (self.create, self.step)
+    return self.of_mesh(mesh) if self.of_mesh else (self.create, self.step or self.step_of(None))
+
+  def step_of(self, schedule: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """The step from its halves, whose gradients are accumulated over microbatches if there is a schedule."""
+    gradients, update = self.halves
+
+    def step(state, batch):
+      if schedule is None:
+        loss, grads = gradients(state, batch)
+      else:
+        loss, grads = pipeline.accumulate(partial(gradients, state), batch, schedule, pipeline.Mean)
+      return update(state, grads), loss
+
+    return step
 
   def plain(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
     """A step without `axis_name`: the axis has size 1."""

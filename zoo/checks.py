@@ -6,7 +6,7 @@ They compare with plain Flax on one device, and with the partitioner of the mode
 import functools
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import jax
 import numpy as np
 from case import Case
 from jax.sharding import NamedSharding, PartitionSpec
-from render import AS_OWN
+from render import AS_OWN, NOT_TRIED
 
 import flax_spmd as spmd
-from flax_spmd import checkpoint
+from flax_spmd import checkpoint, pipeline
 
 STEPS = 3
+MICROBATCHES = 4
 RTOL = 1e-4
 
 
@@ -152,12 +153,18 @@ class Trial:
       return self._agreement(losses, self.losses[STEPS:], own)
 
   def _on(self, devices: int) -> spmd.Layout:
-    """The layout on fewer devices: axes are halved, the largest first."""
+    """The layout on fewer devices."""
+    return self.layout.replace(
+      mesh=spmd.make_mesh(self._halved(devices), devices=jax.devices()[:devices])
+    )
+
+  def _halved(self, devices: int) -> dict[str, int]:
+    """The sizes of the mesh axes on fewer devices: they are halved, the largest first."""
     sizes = dict(self.case.mesh)
     while np.prod(list(sizes.values())) > devices:
       largest = max(sizes, key=sizes.__getitem__)
       sizes[largest] //= 2
-    return self.layout.replace(mesh=spmd.make_mesh(sizes, devices=jax.devices()[:devices]))
+    return sizes
 
   def _restore(self, path: Path, other: spmd.Layout) -> Any:
     target = other.abstract(self.case.functions(other.mesh)[0], *self.case.args)
@@ -181,6 +188,32 @@ class Trial:
       self.case.plain(step), create, batch, self.case.args, self.case.batch_spec
     )
 
+  def pipeline(self) -> str:
+    """Two stages, which `pipeline_jit` cuts, have the losses of one device with as many microbatches."""
+    if not (self.case.halves or self.case.accumulates):
+      return NOT_TRIED
+    layout = self.layout.replace(mesh=spmd.make_mesh({'rank': 2, **self._halved(4)}))
+    schedule = pipeline.OneFOneB(ranks=2)
+    options: dict[str, Any] = {'axis': 'rank', 'stages': 2}
+    batch = self.case.batch
+    if self.case.halves:
+      plain = step = self.case.step_of(schedule)
+      batch = jax.tree.map(lambda rows: rows.reshape(MICROBATCHES, -1, *rows.shape[1:]), batch)
+    else:
+      plain, step = (self.case.functions(each.mesh)[1] for each in (self._on(1), layout))
+      options['schedule'] = schedule
+    staged = layout.pipeline_jit(step, **options)
+
+    def own() -> list[float]:
+      mesh = self._on(4).mesh
+      rows = PartitionSpec(*[None] * bool(self.case.halves), *self.case.batch_spec)
+      sharded = jax.device_put(batch, NamedSharding(mesh, rows))
+      with jax.set_mesh(mesh):
+        return _losses(jax.jit(plain), self.plain, sharded)
+
+    losses, expected = _losses(staged, self.plain, batch), _losses(jax.jit(plain), self.plain, batch)
+    return self._agreement(losses, expected, own)
+
 
 CHECKS: Mapping[str, Callable[[Trial], str | None]] = {
   'init': Trial.init,
@@ -188,16 +221,17 @@ CHECKS: Mapping[str, Callable[[Trial], str | None]] = {
   'steps': Trial.steps,
   'restore': Trial.restore,
   'compare': Trial.compare,
+  'pipeline': Trial.pipeline,
 }
 
 
-def results(make: Callable[[], Case]) -> dict[str, str]:
-  """The result of each check. A case that cannot be made fails all of them."""
+def results(make: Callable[[], Case], names: Collection[str] = tuple(CHECKS)) -> dict[str, str]:
+  """The results of checks. A case that cannot be made fails all of them."""
   try:
     trial = Trial(make())
   except Exception as error:
-    return dict.fromkeys(CHECKS, _text(error))
-  return {name: _result(check, trial) for name, check in CHECKS.items()}
+    return dict.fromkeys(names, _text(error))
+  return {name: _result(CHECKS[name], trial) for name in names}
 
 
 def _result(check: Callable[[Trial], str | None], trial: Trial) -> str:
@@ -249,6 +283,14 @@ def _bits(leaf: Any) -> bytes:
 
 def _close(found: list[float], expected: list[float]) -> bool:
   return len(found) == len(expected) and np.allclose(found, expected, rtol=RTOL, atol=0)
+
+
+def _losses(step: Any, state: Any, batch: Any) -> list[float]:
+  losses = []
+  for _ in range(STEPS):
+    state, loss = step(state, batch)
+    losses.append(float(loss))
+  return losses
 
 
 def _check_sharded(leaves: dict[str, Any]) -> None:

@@ -12,7 +12,9 @@ HERE = Path(__file__).parent
 RESULTS = HERE / 'results.json'
 PAGE = HERE.parent / 'docs' / 'works_with.md'
 BLOCK = re.compile(r'(<!-- zoo: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
+NOT_TRIED = 'not tried'
 AS_OWN = 'as in their own way on this mesh, not as on one device'
+PASSED = {'ok', AS_OWN, NOT_TRIED}
 HEAD = (
   'model',
   'from',
@@ -21,6 +23,7 @@ HEAD = (
   'own partitioner',
   'restore',
   'compare',
+  'pipeline',
   'beside the three lines',
 )
 
@@ -48,7 +51,7 @@ def failures() -> str:
     f'- **{name}**, {check}: {_escaped(result)}'
     for name, row in recorded().items()
     for check, result in row['checks'].items()
-    if result not in ('ok', AS_OWN)
+    if result not in PASSED
   ]
   return '\n'.join(lines) or 'None.'
 
@@ -56,7 +59,7 @@ def failures() -> str:
 def count() -> str:
   rows = recorded().values()
   silent = sum('silently' in row['checks']['shardings'] for row in rows)
-  whole = sum(set(row['checks'].values()) <= {'ok', AS_OWN} for row in rows)
+  whole = sum(set(row['checks'].values()) <= PASSED for row in rows)
   packages = len({row['package'] for row in rows})
   return (
     f'{len(rows)} cases from {packages} packages and repositories, '
@@ -84,13 +87,13 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
   results = row['checks']
   own = _mark(results['shardings']) if row['annotated'] else '–'
   marks = [_mark(results[check]) for check in ('init', 'steps')]
-  rest = [_mark(results[check]) for check in ('restore', 'compare')]
+  rest = [_mark(results[check]) for check in ('restore', 'compare', 'pipeline')]
   title = f'{name} ({row["annotated"]})' if row['annotated'] else name
   return title, f'{row["package"]} {row["version"]}', *marks, own, *rest, row['changes'] or '–'
 
 
 def _mark(result: str) -> str:
-  return {'ok': 'equal', AS_OWN: 'as their own way'}.get(result, 'fails')
+  return {'ok': 'equal', AS_OWN: 'as their own way', NOT_TRIED: '–'}.get(result, 'fails')
 
 
 def _escaped(text: str) -> str:

@@ -4,6 +4,7 @@
     nox -s zoo -- lm1b nanodo             # some
     python zoo/run.py linen               # every model of an environment, here
     python zoo/run.py linen lm1b nanodo   # some
+    python zoo/run.py linen --check pipeline lm1b   # one check, beside the recorded results of the others
 
 A model runs in a process of its own. A failure is a result, and recorded.
 """
@@ -13,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,7 +28,7 @@ from render import main as render_pages
 LIMIT = 900  # seconds for one model
 
 
-def row(entry: Entry) -> dict[str, Any]:
+def row(entry: Entry, checks: Sequence[str]) -> dict[str, Any]:
   """The results of one model, with versions."""
   return {
     'package': entry.package,
@@ -34,7 +36,7 @@ def row(entry: Entry) -> dict[str, Any]:
     'annotated': entry.annotated,
     'changes': entry.changes,
     'versions': {'python': platform.python_version(), 'jax': version('jax'), 'flax': version('flax')},
-    'checks': results(entry.make),
+    'checks': results(entry.make, checks),
   }
 
 
@@ -48,15 +50,15 @@ def _version(package: str) -> str:
     return 'not installed'
 
 
-def run(entry: Entry) -> dict[str, Any]:
+def run(entry: Entry, checks: Sequence[str]) -> dict[str, Any]:
   """The results of one model, from a process of its own."""
   print(f'{entry.name} ...', flush=True)
-  command = [sys.executable, __file__, entry.environment, '--here', entry.name]
+  command = [sys.executable, __file__, entry.environment, '--here', entry.name, *checks]
   try:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, env=_environment())
     return json.loads(done.stdout.splitlines()[-1])
   except (subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
-    return row(Entry(entry.name, _fails(error), *_rest(entry)))
+    return row(Entry(entry.name, _fails(error), *_rest(entry)), checks)
 
 
 def _rest(entry: Entry) -> tuple[str, str, str, str]:
@@ -79,16 +81,21 @@ def _environment() -> dict[str, str]:
 def main() -> int:
   environment, *names = sys.argv[1:]
   if names[:1] == ['--here']:
-    print(json.dumps(row(ENTRIES[names[1]])))
+    print(json.dumps(row(ENTRIES[names[1]], names[2:])))
     return 0
+  checks = list(CHECKS)
+  if names[:1] == ['--check']:
+    checks, names = names[1:2], names[2:]
   if unknown := set(names) - set(ENTRIES):
     raise SystemExit(f'{sorted(unknown)} are no models of the zoo; available: {", ".join(ENTRIES)}')
   chosen = [
     one for one in ENTRIES.values() if one.environment == environment and one.name in (names or ENTRIES)
   ]
   for entry in chosen:
-    result = run(entry)
-    print('\n'.join(f'  {name}: {result["checks"][name]}' for name in CHECKS), flush=True)
+    result = run(entry, checks)
+    print('\n'.join(f'  {name}: {result["checks"][name]}' for name in checks), flush=True)
+    if len(checks) < len(CHECKS):
+      result['checks'] = recorded()[entry.name]['checks'] | result['checks']
     RESULTS.write_text(json.dumps({**recorded(), entry.name: result}, indent=1, sort_keys=True) + '\n')
   render_pages()
   return 0

@@ -44,24 +44,27 @@ def made(module: str, **sizes: Any) -> Case:
     params = model.init(key, image[:1])['params']
     return {'params': params, 'opt': transformation(params).init(params)}
 
-  def step(state, batch):
-    params, opt = state['params'], state['opt']
-    key = jax.random.fold_in(jax.random.key(1), bv_optax.get_count(opt, jittable=True))
+  def gradients(state, batch):
+    key = jax.random.fold_in(jax.random.key(1), bv_optax.get_count(state['opt'], jittable=True))
 
     def loss_fn(params):
       logits, _ = model.apply({'params': params}, batch['image'], train=True, rngs={'dropout': key})
       return utils.sigmoid_xent(logits=logits, labels=batch['labels'])
 
-    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.value_and_grad(loss_fn)(state['params'])
+
+  def update(state, grads):
+    params, opt = state['params'], state['opt']
     updates, opt = transformation(params).update(grads, opt, params)
-    return {'params': optax.apply_updates(params, updates), 'opt': opt}, loss
+    return {'params': optax.apply_updates(params, updates), 'opt': opt}
 
   return Case(
     create,
-    step,
+    None,
     batch,
     (jax.random.key(0),),
     rules=translate.from_big_vision(STRATEGY, {'data': 8}),
+    halves=(gradients, update),
     partitioner=lambda state, mesh: sharding.infer_sharding(state, STRATEGY, mesh),
   )
 

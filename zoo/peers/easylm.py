@@ -39,7 +39,7 @@ def llama() -> Case:
     )  # fmt: skip
     return TrainState.create(params=params, tx=tx, apply_fn=None)
 
-  def step(state, batch):
+  def gradients(state, batch):
     keys = JaxRNG(jax.random.fold_in(jax.random.PRNGKey(1), state.step))(LLaMAConfigurator.rng_keys())
 
     def loss_fn(params):
@@ -47,15 +47,19 @@ def llama() -> Case:
       return cross_entropy_loss_and_accuracy(logits[:, :-1], batch[:, 1:])
 
     (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    return state.apply_gradients(grads=grads), loss
+    return loss, grads
+
+  def update(state, grads):
+    return state.apply_gradients(grads=grads)
 
   return Case(
     create,
-    step,
+    None,
     tokens,
     (jax.random.PRNGKey(0),),
     mesh={'dp': 2, 'fsdp': 2, 'mp': 2},
     rules=translate.from_easylm(rules),
     batch_spec=PartitionSpec(('dp', 'fsdp')),
+    halves=(gradients, update),
     partitioner=lambda state, mesh: match_partition_rules(rules, state),
   )

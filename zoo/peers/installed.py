@@ -45,18 +45,21 @@ def brax_ppo() -> Case:
     )
     return {'params': params, 'optimizer': tx.init(params), 'step': jnp.int32(0)}
 
-  def step(state, batch):
+  def gradients(state, batch):
     key = jax.random.fold_in(jax.random.PRNGKey(1), state['step'])
 
     def loss_fn(params):
       return losses.compute_ppo_loss(params, None, batch, key, network)
 
     (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(state['params'])
+    return loss, grads
+
+  def update(state, grads):
     updates, optimizer = tx.update(grads, state['optimizer'])
     params = optax.apply_updates(state['params'], updates)
-    return {'params': params, 'optimizer': optimizer, 'step': state['step'] + 1}, loss
+    return {'params': params, 'optimizer': optimizer, 'step': state['step'] + 1}
 
-  return Case(create, step, batch, (jax.random.PRNGKey(0),))
+  return Case(create, None, batch, (jax.random.PRNGKey(0),), halves=(gradients, update))
 
 
 def classifier(model: Any, logits_of: Callable[..., Any]) -> Case:
@@ -70,7 +73,7 @@ def classifier(model: Any, logits_of: Callable[..., Any]) -> Case:
     state = TrainState.create(apply_fn=None, params=variables['params'], tx=tx)
     return {'train': state, 'batch_stats': variables['batch_stats']}
 
-  def step(state, batch):
+  def gradients(state, batch):
     def loss_fn(params):
       variables = {'params': params, 'batch_stats': state['batch_stats']}
       logits, updated = logits_of(variables, batch['image'])
@@ -78,9 +81,13 @@ def classifier(model: Any, logits_of: Callable[..., Any]) -> Case:
       return loss, updated['batch_stats']
 
     (loss, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state['train'].params)
-    return {'train': state['train'].apply_gradients(grads=grads), 'batch_stats': statistics}, loss
+    return loss, (grads, statistics)
 
-  return Case(create, step, IMAGES, (jax.random.key(0),))
+  def update(state, updates):
+    grads, statistics = updates
+    return {'train': state['train'].apply_gradients(grads=grads), 'batch_stats': statistics}
+
+  return Case(create, None, IMAGES, (jax.random.key(0),), halves=(gradients, update))
 
 
 @entry('jax-resnet ResNet', 'jax-resnet')

@@ -52,6 +52,11 @@ SETTINGS: tuple[tuple[str, dict[str, int], dict[str, Any]], ...] = (
   ('param_scan_axis=0', FSDP, {'param_scan_axis': 0}),
   ('gradient_accumulation', FSDP, {'gradient_accumulation_steps': 2, 'per_device_batch_size': 2}),
   (
+    'stages of this package',
+    {'fsdp': 4, 'tensor': 2},
+    {'gradient_accumulation_steps': 4, 'per_device_batch_size': 1, 'scan_layers': False},
+  ),
+  (
     'shard_optimizer_over_data',
     {'data': 2, 'fsdp': 2, 'tensor': 2},
     {'shard_optimizer_over_data': True},
@@ -114,6 +119,7 @@ def made(mesh: dict[str, int], options: dict[str, Any]) -> Case:
     batch_spec=sharding.get_input_data_sharding(config, own).spec,
     partitioner=partitioner,
     of_mesh=functions,
+    accumulates=config.gradient_accumulation_steps > 1 and not config.scan_layers,
     one_device='pipeline' not in mesh,
   )
 

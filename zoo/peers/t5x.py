@@ -35,10 +35,13 @@ def made(model: Any, batch: dict[str, Any], dims: int) -> Case:
   def create(key):
     return FlaxOptimTrainState.create(model.optimizer_def, model.get_initial_variables(key, shapes))
 
-  def step(state, batch):
+  def gradients(state, batch):
     key = jax.random.fold_in(jax.random.key(1), state.step)
     (loss, _), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(state.params, batch, key)
-    return state.apply_gradient(grads, 1e-3), loss
+    return loss, grads
+
+  def update(state, grads):
+    return state.apply_gradient(grads, 1e-3)
 
   def partitioner(state, mesh):
     own = partitioning.PjitPartitioner(num_partitions=mesh.shape['model'], logical_axis_rules=rules)
@@ -46,11 +49,12 @@ def made(model: Any, batch: dict[str, Any], dims: int) -> Case:
 
   return Case(
     create,
-    step,
+    None,
     batch,
     (jax.random.key(0),),
     mesh={'data': 2, 'model': 4},
     rules=(FACTORED, *rules),
+    halves=(gradients, update),
     partitioner=partitioner,
   )
 

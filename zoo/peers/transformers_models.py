@@ -73,7 +73,7 @@ def made(model_name: str, config_name: str, sizes: dict[str, Any], batch: dict[s
   def create(key):
     return TrainState.create(apply_fn=None, params=model.init_weights(key, shape), tx=optax.adamw(1e-3))
 
-  def step(state, batch):
+  def gradients(state, batch):
     key = jax.random.fold_in(jax.random.key(1), state.step)
     inputs = {name: value for name, value in batch.items() if name != 'labels'}
 
@@ -84,10 +84,12 @@ def made(model_name: str, config_name: str, sizes: dict[str, Any], batch: dict[s
         logits, labels = logits[..., :-1, :], labels[..., 1:]
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
+    return jax.value_and_grad(loss_fn)(state.params)
 
-  return Case(create, step, batch, (jax.random.key(0),))
+  def update(state, grads):
+    return state.apply_gradients(grads=grads)
+
+  return Case(create, None, batch, (jax.random.key(0),), halves=(gradients, update))
 
 
 for _model in MODELS:
