@@ -602,6 +602,52 @@ def test_a_scan_that_moves_leaves_other_modules_alone(tmp_path):
   assert_matches_target(restored, target)
 
 
+AXES = (0, 1, -1)
+
+
+@pytest.mark.parametrize(('old', 'new'), [*itertools.permutations(AXES, 2)])
+@pytest.mark.parametrize('sizes', [(4, 4, 4, 4), (4, 8, 2, 3)])
+def test_a_scan_along_any_axis_moves_unnamed_leaves_of_any_rank(tmp_path, old, new, sizes):
+  """A last axis was counted from the front: leaves of other ranks and equal sizes stayed as they were, in silence."""
+  ranks = {'a': {'kernel': 2, 'bias': 1}, 'b': {'kernel': 3, 'bias': 2, 'scale': 1, 'table': 4}}
+
+  def make(axis):
+    def leaf(name, rank):
+      shape = (*sizes, 5)[: rank + 1]
+      array = jnp.moveaxis(jnp.arange(float(np.prod(shape))).reshape(shape), 0, axis)
+      names = [*'xyz'[:rank]]
+      names.insert(axis % array.ndim, 'layers')
+      return spmd.LogicallyPartitioned(array, tuple(names)) if name == 'kernel' else array
+
+    return {'blocks': {m: {n: leaf(n, rank) for n, rank in of.items()} for m, of in ranks.items()}}
+
+  path = put(tmp_path / 'a', LAYOUT.shard(make(old)))
+  target = LAYOUT.abstract(lambda: make(new))
+  assert_equal(make(new), checkpoint.restore(path, target, changes=Changes(moved='layers')))
+
+
+def test_an_unnamed_leaf_that_may_have_moved_in_two_ways_is_named(tmp_path):
+  """Beside kernels of one rank, axis 1 cannot be told from axis -1."""
+
+  def make(names, shape):
+    kernel = spmd.LogicallyPartitioned(jnp.ones((4, 4)), names)
+    return {'dense': {'kernel': kernel, 'table': jnp.arange(64.0).reshape(shape)}}
+
+  def restored(old, new):
+    path = put(tmp_path / 'a', LAYOUT.shard(make(('layers', 'x'), old)), overwrite=True)
+    target = LAYOUT.abstract(lambda: make(('x', 'layers'), new))
+    return checkpoint.restore(path, target, changes=Changes(moved='layers'))['dense']['table']
+
+  table = jnp.arange(64.0).reshape(4, 8, 2)
+  for axis in (1, 2):
+    moved = jnp.moveaxis(table, 0, axis)
+    np.testing.assert_array_equal(restored(table.shape, moved.shape), moved)
+  with pytest.raises(
+    errors.CheckpointMismatchError, match=r'dense/table: .* does not show whether it has moved\.'
+  ):
+    restored((4, 4, 4), (4, 4, 4))
+
+
 # -- results
 
 

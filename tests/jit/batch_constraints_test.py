@@ -437,6 +437,31 @@ def test_a_batch_of_the_host_that_no_device_shares_is_named():
   ]
 
 
+@pytest.mark.parametrize('scanned', [False, True])
+def test_boxes_over_the_axes_of_the_batch_do_not_hide_that_no_device_shares_it(scanned):
+  """They are constrained as the model opens them, which was taken for a constraint of the batch."""
+
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+      init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
+      return nn.Dense(32, kernel_init=init)(x), None
+
+  class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      split = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+      names = {nn.PARTITION_NAME: 'layers'}
+      of = nn.scan(Layer, **split, length=2, metadata_params=names) if scanned else Layer
+      return of()(x, None)[0]
+
+  layout, model = spmd.Layout({'data': 8}, (('batch', 'data'), ('embed', 'data'))), Layers()
+  params = layout.init(model.init, jax.random.key(0), X)
+  step = layout.jit(lambda w, x: jax.grad(lambda w: jnp.sum(model.apply(w, x) ** 2))(w))
+  with pytest.warns(UserWarning, match=r'computes all examples of these arrays(.|\n)*x: \(12, 32\)'):
+    step(params, np.ones((12, 32), np.float32))
+
+
 @pytest.mark.parametrize('way', ['arguments of their own', 'shard'])
 def test_each_fix_for_arrays_of_several_lengths_shards_them(way):
   """Pairs of examples and their labels, as in preference optimization; the fix mentioned arrays without examples only."""
@@ -476,7 +501,7 @@ def test_arguments_of_the_host_that_are_named_as_a_whole_batch(case, batch, opti
 
   def step(w, batch, *others):
     if case == 'constrained':
-      w = spmd.with_logical_constraint(w, ('batch', None))
+      batch = {'x': spmd.with_logical_constraint(batch['x'] + 1, ('batch', None))}
     return sum(jnp.sum(each) for each in jax.tree.leaves((w, batch, others))), jnp.ones((33, 64))
 
   with warnings.catch_warnings(record=True) as caught:

@@ -159,13 +159,20 @@ def is_decided_by_author(
   """
   if not is_named:
     return has_constraints(jaxpr)
-  # a loop over layers opens boxes of slices, which lack one dimension; `remat_scan` those that lack more
-  slices = {
-    part for shape in shapes for count in range(len(shape) + 1) for part in combinations(shape, count)
-  }
+  slices = shapes_of_boxes(shapes)
   if not is_updated or has_constraints(jaxpr, slices):
     return True
   return any(_is_of_experts(equation, over, slices) for equation in compat.equations_in(jaxpr))
+
+
+def shapes_of_boxes(shapes: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+  """The shapes of values that are constrained as the boxes of a state are opened, of arrays of these shapes.
+
+  A loop over layers opens boxes of slices, which lack one dimension; `remat_scan` those that lack more.
+  """
+  return {
+    part for shape in shapes for count in range(len(shape) + 1) for part in combinations(shape, count)
+  }
 
 
 def _is_of_experts(equation: Any, over: Container[int], slices: Container[tuple[int, ...]]) -> bool:

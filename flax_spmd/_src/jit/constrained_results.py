@@ -62,13 +62,22 @@ def has_constraints(jaxpr: Any, shapes: Container[tuple[int, ...]] = ()) -> bool
   )
 
 
-def is_constrained_over(jaxpr: Any, axes: Collection[str]) -> bool:
-  """Whether a constraint in a program shards a dimension over some mesh axes, or anything in it but constraints names axes."""
+def is_constrained_over(
+  jaxpr: Any, axes: Collection[str], shapes: Container[tuple[int, ...]] = ()
+) -> bool:
+  """Whether a constraint in a program shards a dimension over some mesh axes, or anything in it but constraints names axes.
+
+  Args:
+    jaxpr: the program.
+    axes: the mesh axes.
+    shapes: constraints of values of these shapes do not count.
+  """
   for equation in filter(names_axes, compat.equations_in(jaxpr)):
     sharding = equation.params.get('sharding')
     if equation.primitive.name != 'sharding_constraint' or not isinstance(sharding, NamedSharding):
       return True
-    if any(axis in axes for entry in sharding.spec for axis in axis_names(entry)):
+    is_over = any(axis in axes for entry in sharding.spec for axis in axis_names(entry))
+    if is_over and equation.outvars[0].aval.shape not in shapes:
       return True
   return False
 

@@ -20,6 +20,7 @@ from flax_spmd._src.jit.batch_leaves import (
   axes_of_batches,
   batch_axes,
   is_placed,
+  shapes_of_boxes,
   shards,
 )
 from flax_spmd._src.jit.constrained_results import is_constrained_over
@@ -67,7 +68,8 @@ def warn_of_whole_batches(
   results = {tuple(each.aval.shape) for each in compat.jaxpr_parts(jaxpr).outputs}
   whole = [each for each in arguments if not is_placed(each) and _is_whole(each, count, results)]
   lines = [f'  {paths[leaf.position]}: {leaf.shape}' for each in whole for leaf in _with_rows(each)]
-  if lines and not is_constrained_over(jaxpr, axes):
+  state = [leaf.shape for each in arguments if each not in whole for leaf in each]
+  if lines and not is_constrained_over(jaxpr, axes, shapes_of_boxes(state)):
     reported.add('whole batches')
     warn(
       f'{name}: each of {count} devices computes all examples of these arrays, since dimension 0 is not the same multiple '

@@ -32,27 +32,35 @@ def inferred_moves(
   if not moves:
     return {}, []
   index = ParameterIndex(target)
-  orders = {parent(index.parameter_of(path)): order for path, order in moves.items()}
+  modules = {parent(index.parameter_of(path)): order for path, order in moves.items()}
   scanned = scanned_folders(moves, target, index)
+  orders = {
+    top: {moves[path] for path in moves if index.parameter_of(path).startswith(top)} for top in scanned
+  }
   inferred, ambiguous = {}, []
   for path, route in routes.items():
     if not route or route.step != 'same':
       continue
     old, new = saved.leaves[route.sources[0]], target.leaves[path]
     parameter = index.parameter_of(path)
-    order = orders.get(parent(parameter))
+    order = modules.get(parent(parameter))
     inside = next((top for top in scanned if parameter.startswith(top)), None)
     if None not in (old.names, new.names) or (order is None and inside is None):
       continue
-    shorter = _shortened(order or orders[scanned[inside or '']], len(new.shape))
-    if shorter is None or len(new.shape) != len(old.shape):
+    if len(new.shape) != len(old.shape):
       continue
-    if order is None and new.shape == old.shape:
-      if tuple(old.shape[d] for d in shorter) == new.shape:
-        text = f'{path}: {new} is unnamed, and its shape does not show whether it has moved.'
-        ambiguous.append(Problem(text, _AMBIGUOUS))
-    else:
-      inferred[path] = Route(route.sources, 'move', order=shorter)
+    known = orders.get(inside or '', set())
+    possible = _moves_of_rank(order or modules[scanned[inside or '']], known, len(new.shape))
+    fitting = [each for each in possible if tuple(old.shape[d] for d in each) == new.shape]
+    stays = tuple(range(len(new.shape)))
+    if order is None and new.shape == old.shape and fitting:
+      fitting = [stays, *fitting]
+    chosen = dict.fromkeys(fitting or possible[:1])
+    if len(chosen) > 1:
+      text = f'{path}: {new} is unnamed, and its shape does not show whether it has moved.'
+      ambiguous.append(Problem(text, _AMBIGUOUS))
+    elif chosen and stays not in chosen and (order or fitting or new.shape != old.shape):
+      inferred[path] = Route(route.sources, 'move', order=next(iter(chosen)))
   return inferred, ambiguous
 
 
@@ -90,10 +98,31 @@ def parent(path: str) -> str:
   return path.rpartition('/')[0]
 
 
-def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-  """The move of one dimension, for an array of another rank; None if that array lacks the dimensions."""
+def _moves_of_rank(
+  order: tuple[int, ...], known: Iterable[tuple[int, ...]], rank: int
+) -> list[tuple[int, ...]]:
+  """The moves that an array of another rank may make beside one that moves by `order`.
+
+  A last dimension may be counted from either end (a scan along axis 2, or -1), unless the orders of others show which.
+  """
+  size = len(order)
   apart = [(to, at) for to, at in enumerate(order) if to != at]
-  to, at = max(apart, key=lambda pair: abs(pair[0] - pair[1]))
+  farthest = max(abs(to - at) for to, at in apart)
+  moves = [
+    (to_end, at_end)
+    for to, at in apart
+    if abs(to - at) == farthest
+    for to_end in (to, -1)[: 1 + (to == size - 1)]
+    for at_end in (at, -1)[: 1 + (at == size - 1)]
+  ]
+  shown = [move for move in moves if all(_moved(*move, len(other)) == other for other in known)]
+  of_rank = (_moved(*move, rank) for move in shown or moves)
+  return [*dict.fromkeys(filter(None, of_rank))]
+
+
+def _moved(to: int, at: int, rank: int) -> tuple[int, ...] | None:
+  """The order of dimensions after one moves; None if the array lacks these dimensions."""
+  to, at = (rank - 1 if position < 0 else position for position in (to, at))
   if max(to, at) >= rank:
     return None
   stay = [d for d in range(rank) if d != at]
