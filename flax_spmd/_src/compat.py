@@ -1220,6 +1220,8 @@ def needs_primitive(
 
 KEEPS_FFT_BATCHES = jax.__version_info__ >= (0, 12)
 """Whether XLA keeps dimensions sharded that an FFT does not transform; before jax 0.12 it replicates them."""
+SLICES_ANY_ROWS_FIRST = jax.__version_info__ >= (0, 11, 1)
+"""Whether XLA slices any rows of an array before it reshapes the array; before jax 0.11.1 only the first ones, from 0 on."""
 
 
 def mlir_context() -> Any:

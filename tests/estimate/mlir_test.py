@@ -1,6 +1,7 @@
 """jaxlib's MLIR bindings: which versions are supported, and the simplification of modules."""
 
 import functools
+import math
 import random
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from jaxlib.mlir import ir
 
 import flax_spmd as spmd
+from flax_spmd._src import compat
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.mlir.functions import main_of, walk
@@ -25,6 +27,7 @@ from flax_spmd._src.mlir.simplification import (
   order_by_operands,
   reshape_units,
   scatter_into_sums,
+  slice_before_reshapes,
   transpose_products,
 )
 from flax_spmd.errors import EstimatorError
@@ -136,7 +139,7 @@ def test_a_step_of_which_shardy_erases_operations(monkeypatch):
   with mlir_context(), ir.Location.unknown():
     code = ir.Module.parse(text).operation.get_asm(binary=True)
   with pytest.raises(EstimatorError) as caught:
-    mlir.prepare(code)
+    mlir.prepare(code, 'cuda')
   assert str(caught.value) == (
     'Shardy erases operations of the step, so their shardings cannot be read.\n'
     'Fix: choose the layouts, and compile them with spmd.compare.'
@@ -244,6 +247,45 @@ def test_dimensions_of_size_1_are_reshaped_and_others_are_not():
     left = str(module)
   # a transposing broadcast and the sum over four rows stay
   assert [left.count(f'stablehlo.{kind}') for kind in ('broadcast_in_dim', 'reduce(')] == [1, 1]
+
+
+def random_slice(draw):
+  """The sizes of an array, those that it is reshaped to, and the first and last index of a slice per dimension."""
+  sizes = [draw.choice((1, 2, 2, 3, 4)) for _ in range(draw.randint(1, 4))]
+  rest, reshaped = math.prod(sizes), []
+  while rest > 1:
+    reshaped.append(draw.choice([each for each in range(1, rest + 1) if rest % each == 0]))
+    rest //= reshaped[-1]
+  edges = [(0, size) for size in reshaped or [1]]
+  for dim in draw.choice(([0], [0], [0], [draw.randrange(len(edges))], range(min(2, len(edges))))):
+    first, last = sorted(draw.sample(range(edges[dim][1] + 1), 2))
+    edges[dim] = (first, last)
+  return sizes, reshaped or [1], edges
+
+
+def test_slices_of_reshaped_arrays_are_taken_first_where_the_compiler_does_so():
+  draw, moved = random.Random(5), 0
+  drawn = (random_slice(draw) for _ in range(80))
+  for sizes, reshaped, edges in (one for one in drawn if one[2] != [(0, size) for size in one[1]]):
+    starts, limits = zip(*edges)
+    function = lambda x, *where: jax.lax.slice(x.reshape(where[0]), *where[1:])
+    lowered = jax.jit(function, static_argnums=(1, 2, 3)).lower(
+      jnp.ones(sizes), tuple(reshaped), starts, limits
+    )
+    compiled = re.findall(r'slice=\{(.*?)\}', lowered.compile().as_text()) or ['']
+    with mlir_context(), ir.Location.unknown():
+      module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+      inline_all(module.operation)
+      slice_before_reshapes(module.operation, compat.SLICES_ANY_ROWS_FIRST)
+      assert module.operation.verify()
+      [op] = [one for one in walk(main_of(module.operation)) if one.name == 'stablehlo.slice']
+      names = ('start_indices', 'limit_indices', 'strides')
+      rows = [*zip(*(ir.DenseI64ArrayAttr(op.attributes[name]) for name in names))]
+      moved += isinstance(op.operands[0].owner, ir.Block)
+    indices = [re.findall(r'\[(\d+):(\d+)\]', one) for one in compiled]
+    expected = [(int(a), int(b), 1) for a, b in indices[0] if (a, b) != ('0', '1')]
+    assert [row for row in rows if row != (0, 1, 1)] == expected, (sizes, reshaped, edges)
+  assert moved > 5
 
 
 def test_operations_come_after_their_operands_from_the_first_result_on():

@@ -281,3 +281,21 @@ def test_losses_of_public_models_agree_with_compiled_programs(loss):
     assert estimated.counts.flops == compiled[name].counts.flops, name
     wire, expected = (sum(each.counts.by_kind().values()) for each in (estimated, compiled[name]))
     assert wire == pytest.approx(expected, rel=0.01), name
+
+
+@pytest.mark.usefixtures('gpu_compiler')
+@pytest.mark.parametrize('minibatches', [2, 4])
+def test_an_epoch_of_minibatches_of_a_batch_as_in_ppo(minibatches):
+  def step(weights, x):
+    for rows in x.reshape(minibatches, -1, EMBED):
+      slope = jax.grad(lambda w, rows=rows: jnp.mean(nn.relu(rows @ w) ** 2))(weights)
+      weights = weights - 0.1 * slope
+    return weights
+
+  train_step = TrainStep(
+    step, lambda: jnp.ones((EMBED, MLP)), jax.ShapeDtypeStruct((1024, EMBED), jnp.float32)
+  )
+  estimated = Estimator(train_step).estimate(UNNAMED['data'], parse_target('h100:8'))
+  compiled = compare(train_step, {'data': UNNAMED['data']}, 'h100:8')['data']
+  assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
+  assert estimated.counts.by_kind() == pytest.approx(compiled.counts.by_kind(), rel=0.05)

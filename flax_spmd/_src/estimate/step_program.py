@@ -74,7 +74,7 @@ class StepProgram:
 
   def __init__(self, code: bytes, platform: str):
     self.code, self.platform = code, platform
-    self.module = mlir.prepare(code)
+    self.module = mlir.prepare(code, platform)
     self._numbers = {one: number for number, one in enumerate(self.module.constraints)}
     mark_traits(self.module.graph, platform)
     self._equal = EqualOperations(self.module.graph)

@@ -361,6 +361,66 @@ def _is_reshaped(value: Any) -> bool:
   return math.prod(_shape(op.operation.operands[0])) == math.prod(_shape(value))
 
 
+def slice_before_reshapes(module: Any, any_rows: bool) -> None:
+  """Slices arrays before they are reshaped, as the compilers for GPUs and TPUs do: minibatches of a batch, say.
+
+  A batch of 4 minibatches may be sharded in 4 parts that have a minibatch each. Rows of the batch itself stay sharded
+  over all devices. The CPU's compiler slices first once it has partitioned.
+
+  Args:
+    module: the module.
+    any_rows: whether the compiler does so for any rows of an array, and not only for the first ones, from 0 on.
+  """
+  for op in list(_all_ops(module)):
+    if op.name != 'stablehlo.slice':
+      continue
+    source = op.operands[0]
+    while not isinstance(source.owner, ir.Block) and source.owner.name == 'stablehlo.reshape':
+      if source.owner.operation.block != op.block:
+        break
+      source = source.owner.operation.operands[0]
+    rows = None if source == op.operands[0] else _rows(op, source)
+    if rows is None or (rows[0] and not any_rows):
+      continue
+    rank, (first, last) = len(_shape(source)), rows
+    lead = next((dim for dim, size in enumerate(_shape(source)) if size > 1), 0)
+    limits = [*_shape(source)]
+    limits[lead] = last
+    starts = [first if dim == lead else 0 for dim in range(rank)]
+    shape = [last - first if dim == lead else size for dim, size in enumerate(limits)]
+    edges = {'start_indices': starts, 'limit_indices': limits, 'strides': [1] * rank}
+    element = ir.RankedTensorType(source.type).element_type
+    with ir.InsertionPoint(op):
+      part = ir.Operation.create(
+        op.name,
+        results=[ir.RankedTensorType.get(shape, element)],
+        operands=[source],
+        attributes={name: ir.DenseI64ArrayAttr.get(values) for name, values in edges.items()},
+        loc=op.location,
+      )
+      reshaped = ir.Operation.create(
+        'stablehlo.reshape', results=[op.results[0].type], operands=[part.results[0]], loc=op.location
+      )
+    op.results[0].replace_all_uses_with(reshaped.results[0])
+    op.erase()
+
+
+def _rows(op: Any, source: Any) -> tuple[int, int] | None:
+  """The range of the first dimension of `source` of more than 1 that a slice of its reshaped copy has; None if it has none."""
+  starts, limits, strides = (
+    list(ir.DenseI64ArrayAttr(op.attributes[name]))
+    for name in ('start_indices', 'limit_indices', 'strides')
+  )
+  sizes, of_source = _shape(op.operands[0]), [size for size in _shape(source) if size != 1]
+  others = [*zip(starts, limits, sizes)][1:]
+  is_of_rows = of_source and set(strides) == {1} and not any(lo or hi != size for lo, hi, size in others)
+  if not is_of_rows or not math.prod(of_source):
+    return None
+  row, step = math.prod(of_source[1:]), math.prod(sizes[1:])
+  edges = [each * step for each in (starts[0], limits[0])]
+  return None if any(edge % row for edge in edges) else (edges[0] // row, edges[1] // row)
+
+
 def transpose_products(module: Any) -> None:
   """Replaces the transpose of a product of two dimensions by the product of its operands in the other order, as XLA does.
 

@@ -1,7 +1,7 @@
 """jaxlib's MLIR bindings and Shardy's passes; only compat.py and `_src/mlir` import them too.
 
     check_jaxlib()
-    module = prepare(code)                                          # a lowered step, prepared once
+    module = prepare(code, 'cuda')                                  # a lowered step, prepared once
     specs = module.propagate(sizes, arguments, results, resolve)    # shardings of its values under a layout
 
 The bindings change between versions of jaxlib, so nothing of this package is imported before `check_jaxlib` has run.
@@ -38,8 +38,8 @@ def check_jaxlib() -> None:
     )
 
 
-def prepare(code: bytes) -> PreparedModule:
+def prepare(code: bytes, platform: str) -> PreparedModule:
   """A lowered step, prepared for propagation; arguments and errors as of `PreparedModule`."""
   from flax_spmd._src.estimate.mlir.module import PreparedModule
 
-  return PreparedModule(code)
+  return PreparedModule(code, platform)

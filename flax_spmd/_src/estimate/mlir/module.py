@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from jaxlib.mlir import ir, passmanager
 
-from flax_spmd._src.compat import mlir_context
+from flax_spmd._src.compat import SLICES_ANY_ROWS_FIRST, mlir_context
 from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.mlir.read_graph import GraphReader
 from flax_spmd._src.estimate.mlir.shardings import (
@@ -37,7 +37,13 @@ from flax_spmd._src.estimate.mlir.single_operation import (
 )
 from flax_spmd._src.mlir.equal import number_equal
 from flax_spmd._src.mlir.functions import main_of, walk
-from flax_spmd._src.mlir.simplification import inline, merge_unary, order_by_operands, simplify
+from flax_spmd._src.mlir.simplification import (
+  inline,
+  merge_unary,
+  order_by_operands,
+  simplify,
+  slice_before_reshapes,
+)
 from flax_spmd.errors import EstimatorError
 
 _PREPARE = (
@@ -62,6 +68,7 @@ class PreparedModule:
 
   Args:
     code: MLIR bytecode of the lowered step.
+    platform: platform that it is lowered for: 'cuda', 'tpu' or 'cpu'.
 
   Attributes:
     graph: the program as plain values.
@@ -74,7 +81,7 @@ class PreparedModule:
   graph: Graph
   constraints: tuple[Constraint, ...]
 
-  def __init__(self, code: bytes):
+  def __init__(self, code: bytes, platform: str):
     self._code = code
     self._context = mlir_context()
     with self._context, ir.Location.unknown():
@@ -82,6 +89,8 @@ class PreparedModule:
       functions = [view.operation for view in self._module.body.operations]
       given = [slot for one in functions for slot in slots_of(one)]
       inline(self._module.operation)
+      if platform != 'cpu':
+        slice_before_reshapes(self._module.operation, SLICES_ANY_ROWS_FIRST)
       number_equal(main_of(self._module.operation))
       simplify(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
