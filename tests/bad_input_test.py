@@ -166,7 +166,7 @@ def test_mesh_axes_as_names():
     a, dim 1 of names ('data', 'modle'): 'modle' is not an axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
     b, dim 1 of names ('data', ('model', 'data')): mesh axis 'data' is used for an earlier dimension too.
     c, dim 0: size 3 is not divisible by mesh axis 'data' (2).
-    Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.
+    Fix: correct the axis name, or give the table a rule for it if it is a logical name.
     Fix: use every mesh axis for one dimension only.
     Fix: pad it to 4, name the dimension None to replicate it, or give the table indivisible='replicate'.""")
   )
@@ -329,7 +329,7 @@ def test_unknown_mesh_axes_are_reported_with_their_paths():
     params/v, dim 1 of names ('model', 'model'): mesh axis 'model' is used for an earlier dimension too.
     params/w, dim 0 of names ('embed', 'model'): 'embed' is not an axis of the mesh, which has ('data', 'model').
     Fix: use every mesh axis for one dimension only.
-    Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.""")
+    Fix: correct the axis name, or give the table a rule for it if it is a logical name.""")
 
 
 # -- meshes

@@ -28,6 +28,7 @@ ANNOTATIONS = {
   ),
   'names': lambda *names: nn.with_logical_partitioning(NORMAL, names),
   'names, rules of its own': lambda *names: nn.with_logical_partitioning(NORMAL, names, rules=NAMES),
+  'names in boxes of axes': lambda *names: nn.with_partitioning(NORMAL, names),
   'names, mesh of its own': lambda *names: nn.with_logical_partitioning(NORMAL, names, mesh=LAYOUT.mesh),
   'mesh axes, mesh of its own': lambda *names: nn.with_partitioning(
     NORMAL, tuple(dict(NAMES).get(name) for name in names), mesh=LAYOUT.mesh
@@ -118,7 +119,10 @@ def assert_equal_states(one, other):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-@cases(BY_FLAX, {('plain', 'names, rules of its own'), ('remat', 'mesh axes'), ('scan', 'names')})
+@cases(
+  BY_FLAX,
+  {('plain', 'names, rules of its own'), ('remat', 'mesh axes'), ('scan', 'names in boxes of axes')},
+)
 def test_a_kernel_that_is_made_flat_is_created_and_sharded_as_by_hand(transform, name):
   model = transformed(Attention, transform, name)
   assert_equal_states(LAYOUT.init(model.init, KEY, X), by_hand(model))

@@ -94,9 +94,12 @@ class ArrayResolver:
     end = inner.route(path)
     return (rule, *end) if isinstance(end, tuple) else (rule, end)
 
-  def asked_route(self, leaf: Leaf, *, axes: bool = False) -> Any:
+  def asked_route(
+    self, leaf: Leaf, sizes: Mapping[str, int] | None = None, *, axes: bool = False
+  ) -> Any:
     """The same for a table with functions: the result of these for the array, or its path."""
-    owner = self._owner(_with_padded_names(leaf), None if axes else leaf.names)
+    logical = self._logical(leaf.names, sizes) if axes else leaf.names
+    owner = self._owner(_with_padded_names(leaf), logical)
     is_table = isinstance(owner, _Owner) and isinstance(owner.target, Rules)
     return leaf.path if is_table else owner
 
@@ -150,7 +153,8 @@ class ArrayResolver:
     self, leaf: Leaf, sizes: Mapping[str, int] | None, *, axes: bool, fill: bool, owned: bool
   ) -> Resolution:
     given, leaf = leaf, _with_padded_names(leaf)
-    owner = self._owner(leaf, None if axes else given.names) if owned else None
+    logical = self._logical(given.names, sizes) if axes else given.names
+    owner = self._owner(leaf, logical) if owned else None
     if isinstance(owner, Resolution):
       return owner
     if owner is not None and isinstance(owner.target, Rules):
@@ -256,7 +260,8 @@ class ArrayResolver:
   def by_names(self, leaf: Leaf, sizes: Mapping[str, int] | None, *, axes: bool) -> Resolution:
     """Decides every dimension of an array by its names alone; the dimensions after the last name have none.
 
-    A wrong number of names is a problem only if the table uses one of them.
+    A wrong number of names is a problem only if the table uses one of them. Boxes of mesh axes may have logical names, too, as
+    in Flax, where `logical_to_mesh_sharding` takes the specs of any boxes.
     """
     policies, rank = self._rules.policies, len(leaf.shape)
     too_many = len(leaf.names) > rank
@@ -265,9 +270,20 @@ class ArrayResolver:
       if problems or too_many:
         return Resolution(PartitionSpec(), (), problems)
     names = padded(leaf.names, rank)
-    if axes:
+    if not axes:
+      return self._rules.resolve(names, leaf.shape, sizes)
+    if sizes is None or not self._logical(names, sizes):
       return resolve_axes(names, leaf.shape, sizes, policies)
-    return self._rules.resolve(names, leaf.shape, sizes)
+    among_names = ((name,) if isinstance(name, str) and name in sizes else name for name in names)
+    resolution = self._rules.resolve(tuple(among_names), leaf.shape, sizes)
+    decisions = tuple(each._replace(name=names[each.dim]) for each in resolution.decisions)
+    return resolution._replace(decisions=decisions)
+
+  def _logical(self, names: Any, sizes: Mapping[str, int] | None) -> Any:
+    """The entries of a box of mesh axes if one is a logical name, no axis of the mesh and one with a rule; None otherwise."""
+    known, by_name = sizes or {}, self._rules.by_name
+    is_any = any(isinstance(name, str) and name not in known and name in by_name for name in names or ())
+    return names if is_any else None
 
   def _uses(self, names: Any) -> bool:
     """Whether some of these names decide anything: by a rule, as mesh axes, or because all need a rule."""

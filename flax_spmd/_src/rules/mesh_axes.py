@@ -137,7 +137,7 @@ class _AxesCheck:
     if self.among_names:
       fix = ', or give the dimension one logical name, and the table a rule for it.'
     elif self.source is None:
-      fix = ', or use with_logical_partitioning and a rule if it is a logical name.'
+      fix = ', or give the table a rule for it if it is a logical name.'
     else:
       fix = '.'
     return Problem(
