@@ -83,11 +83,11 @@ def on_meshes_of_stage(shardings: Any) -> Any:
   return jax.tree.map(on_mesh, shardings, is_leaf=lambda each: each is None)
 
 
-def mesh_of_stage(mesh: MeshLike | None, specs: Any) -> MeshLike | None:
+def mesh_of_stage(mesh: Any, specs: Any) -> Any:
   """The mesh of a stage of a pipeline, in the place of the mesh of all its stages, which a model may hold.
 
   Args:
-    mesh: the mesh that a part of the function of a pipeline is written for.
+    mesh: the mesh that a part of the function of a pipeline is written for; None: the current one.
     specs: the specs of its arrays, a tree.
 
   Returns:

@@ -407,7 +407,7 @@ class _TreePlan:
     if static.rules or shape is None or isinstance(static.names, str):
       return path  # functions are not called for it
     leaf = Leaf(path, shape, dtype, self._planner._axes_as_tuples(static), optimizer)
-    return self._resolver.asked_route(leaf, self.sizes, axes=not static.logical)
+    return self._resolver.asked_route(leaf, self._planner.sizes, axes=not static.logical)
 
   @functools.cached_property
   def _derived(self) -> dict[int, list[tuple[Inference, Resolution]]]:
