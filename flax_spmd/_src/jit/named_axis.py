@@ -249,7 +249,7 @@ class _Groups(NamedTuple):
       rank = max(1, np.ndim(leaf))
       if axis is None and compat.is_mapped(leaf):
         yield Problem(
-          f'{result_path(path)} differs between {self}.',
+          f'{result_path(path)} differs between the groups of axis {self.name!r}.',
           f'reduce it in the function, lax.pmean(x, {value_text(self.name)}), or pass out_axes: 0 joins the parts of all groups '
           'along dimension 0.',
         )
