@@ -131,7 +131,8 @@ class Partitioned(_Base):
 
   Args:
     value: an array, a tree, or a stand-in such as a ShapeDtypeStruct or a sharding.
-    names: per dimension a mesh axis, a tuple of them, or None.
+    names: per dimension a mesh axis, a tuple of them, or None. Under a layout, a name that is no axis of its mesh follows its
+      rules.
     mesh: mesh of the sharding constraint; by default the one in force when the box is opened. Boxes with
       different meshes differ in pytree structure, so leave it out if possible.
 
@@ -461,8 +462,7 @@ def with_partitioning(
 
   Args:
     fn: an initializer; None for one that is never called.
-    names: per dimension a mesh axis, a tuple of them, or None.
-    mesh: see `Partitioned`.
+    names, mesh: see `Partitioned`.
 
   Raises:
     LayoutError: `fn` is no function.
