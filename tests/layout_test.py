@@ -1,5 +1,6 @@
 """Layout: init, jit, shard, abstract, check, and training steps."""
 
+import enum
 import inspect
 from typing import NamedTuple
 
@@ -511,3 +512,64 @@ def test_init_generates_random_numbers_without_communication_or_warns():
     pytest.warns(UserWarning, match='jax_threefry_partitionable is off'),
   ):
     layout.init(create, jax.random.key(0))
+
+
+class Axis(str, enum.Enum):  # noqa: UP042 (as before Python 3.11)
+  """Names as some projects have them. Formatted, a member is `Axis.DATA`; in a set or a dictionary it equals 'data'."""
+
+  DATA = 'data'
+  MODEL = 'model'
+  BATCH = 'batch'
+  HIDDEN = 'hidden'
+  EMBED = 'embed'
+
+
+PLAIN = type('Plain', (), {member.name: member.value for member in Axis})
+
+
+class Named(nn.Module):
+  names: object
+
+  @nn.compact
+  def __call__(self, x):
+    names = self.names
+    init = spmd.with_logical_partitioning(INIT, (names.EMBED, names.HIDDEN))
+    return spmd.with_logical_constraint(x @ self.param('w', init, (16, 32)), (names.BATCH, names.HIDDEN))
+
+
+def texts_and_costs(names, mesh):
+  """What a layout with these names writes, and what it predicts."""
+  rules = (
+    (names.BATCH, names.DATA),
+    (names.HIDDEN, (names.MODEL,)),
+    ('bias$', P(None, names.MODEL)),
+    spmd.fsdp([names.DATA], min_size=1),
+    spmd.optimizer_over(names.MODEL, min_size=1),
+  )
+  layout, model, x = spmd.Layout(mesh(names), rules), Named(names), jnp.ones((8, 16))
+
+  def create():
+    params = model.init(jax.random.key(0), x)['params']
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+  def step(state, x):
+    grads = jax.grad(lambda params: jnp.mean(model.apply({'params': params}, x) ** 2))(state.params)
+    return state.apply_gradients(grads=grads)
+
+  explanation = layout.plan(create).explain().to_json()
+  estimator = spmd.explore.Estimator(spmd.explore.TrainStep(step, create, x))
+  outcome = estimator.estimate(layout, 'h100:8', partition=False)
+  return layout.to_toml(), repr(layout.rules), explanation, outcome.memory, outcome.counts
+
+
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    lambda names: {names.DATA: 4, names.MODEL: 2},
+    lambda names: spmd.abstract_mesh({names.DATA: 4, names.MODEL: 2}),
+    lambda names: jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), (names.DATA, names.MODEL)),
+  ],
+)
+def test_names_may_be_members_of_an_enum(mesh):
+  """As plain strings, also in what is read again: the layout of a checkpoint could not be, and a search aborted."""
+  assert texts_and_costs(Axis, mesh) == texts_and_costs(PLAIN, mesh)

@@ -29,7 +29,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from flax_spmd._src.public import public
-from flax_spmd._src.text import plural, shown, value_text
+from flax_spmd._src.text import plain_strings, plural, shown, value_text
 from flax_spmd.errors import MeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
@@ -214,7 +214,7 @@ def axis_sizes(mesh: MeshLike) -> dict[str, int]:
     {'data': 2, 'model': 4}
   """
   check_mesh(mesh)
-  return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+  return dict(zip(map(plain_strings, mesh.axis_names), mesh.axis_sizes, strict=True))
 
 
 def with_auto_axes(mesh: MeshLike) -> MeshLike:
@@ -392,7 +392,10 @@ def _sizes(axes: Any, what: str) -> dict[Any, Any]:
       f'{what} is {value_text(axes)}, where the size of each axis is expected.\n'
       "Fix: give every axis a name, as in {'data': 2, 'model': 4}."
     ) from None
-  return {name: int(size) if isinstance(size, np.integer) else size for name, size in sizes.items()}
+  return {
+    plain_strings(name): int(size) if isinstance(size, np.integer) else size
+    for name, size in sizes.items()
+  }
 
 
 def _listed(devices: Any) -> list[Any]:

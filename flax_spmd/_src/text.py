@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 
 def size_text(count: float) -> str:
@@ -33,6 +34,23 @@ def time_text(seconds: float) -> str:
     if seconds >= size:
       return f'{seconds / size:.3g} {unit}'
   return f'{seconds / 1e-6:.3g} us'
+
+
+def plain_strings(value: Any) -> Any:
+  """A value whose strings are plain: those of an Enum are formatted with its class, those of NumPy shown as such.
+
+  Args:
+    value: anything; looked into if it is a tuple or a list. JAX keeps one object for equal PartitionSpecs: pass a tuple.
+
+  Example:
+    >>> plain_strings((np.str_('embed'), ('data', None)))
+    ('embed', ('data', None))
+  """
+  if type(value) is str:
+    return value
+  if isinstance(value, str):
+    return str.__str__(value)
+  return type(value)(map(plain_strings, value)) if type(value) in (tuple, list) else value
 
 
 _SHOWN = 8  # lines of one message

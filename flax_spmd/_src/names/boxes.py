@@ -40,7 +40,7 @@ from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd._src.text import array_text, shown, value_text
+from flax_spmd._src.text import array_text, plain_strings, shown, value_text
 from flax_spmd.errors import LayoutError, MeshAxisError, MeshError, RulesError, raise_problems
 
 PARTITION_NAME = meta.PARTITION_NAME
@@ -579,7 +579,7 @@ def _canonical(names: Any) -> Any:
   if isinstance(names, str):
     return names
   if isinstance(names, (Sequence, PartitionSpec)):
-    entries = tuple(tuple(each) if isinstance(each, list) else each for each in names)
+    entries = plain_strings(tuple(tuple(each) if isinstance(each, list) else each for each in names))
     if all(_is_entry(each) for each in entries):
       return entries
   raise LayoutError(

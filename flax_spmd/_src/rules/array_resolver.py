@@ -29,7 +29,7 @@ from flax_spmd._src.rules.mesh_axes import RuleSource, resolve_axes
 from flax_spmd._src.rules.path_patterns import PathMatcher
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd._src.text import plural, rank_text, value_text
+from flax_spmd._src.text import plain_strings, plural, rank_text, value_text
 from flax_spmd.errors import Problem, RulesError, UnmatchedNameError
 
 
@@ -305,7 +305,7 @@ class ArrayResolver:
     Missing entries at the end are None, as everywhere in JAX; after an Ellipsis, those at the start.
     """
     rank = len(leaf.shape)
-    spec = aligned(spec, rank)
+    spec = plain_strings(tuple(aligned(spec, rank)))
     if len(spec) > rank and leaf.size != 1:
       wrong = Problem(
         f'rule {source.rule} {source.text} has {_entries(len(spec))} for an array of {rank_text(leaf.shape)}.',

@@ -19,7 +19,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.public import public
-from flax_spmd._src.text import value_text
+from flax_spmd._src.text import plain_strings, value_text
 from flax_spmd.errors import (
   Problem,
   RulesError,
@@ -229,10 +229,10 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
     ()
   """
   if isinstance(axes, str):
-    return (axes,)
+    return (plain_strings(axes),)
   if axes is None or axes is UNCONSTRAINED:
     return ()
-  return tuple(leaf for leaf in tree_util.tree_leaves(axes) if isinstance(leaf, str))
+  return tuple(plain_strings(leaf) for leaf in tree_util.tree_leaves(axes) if isinstance(leaf, str))
 
 
 def padded(names: Names, rank: int) -> tuple[Any, ...]:

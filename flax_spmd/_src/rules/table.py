@@ -43,7 +43,7 @@ from flax_spmd._src.rules.clauses import (
 from flax_spmd._src.rules.decisions import Axes, Names, Policies, Resolution, RuleId, rule_text
 from flax_spmd._src.rules.logical_axes import Resolver
 from flax_spmd._src.rules.toml_values import quoted
-from flax_spmd._src.text import shown, value_text, without_addresses
+from flax_spmd._src.text import plain_strings, shown, value_text, without_addresses
 from flax_spmd.errors import (
   LayoutError,
   MeshAxisError,
@@ -447,6 +447,7 @@ def _parse(written: Any) -> tuple[Clause | None, bool]:
   written, hosted = without_host(written, lambda clause: Rules.of((clause,)))
   if isinstance(written, Clause):
     return written, hosted
+  written = plain_strings(written)
   parsed = (clause for kind in KINDS if (clause := kind.parse(written)) is not None)
   return next(parsed, None), hosted
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax_spmd._src.rules.clauses.base import Clause, Idle, ReadTable, repeated_axes
 from flax_spmd._src.rules.decisions import Axes, Reason, axis_names
 from flax_spmd._src.rules.toml_values import axes_text, quoted, read_axes
+from flax_spmd._src.text import plain_strings
 from flax_spmd.errors import Problem, RulesError
 
 
@@ -95,7 +96,7 @@ class AxesWithOptions(Clause):
 
 def as_axes(axes: Any) -> Any:
   """The mesh axes that a user wrote, with a tuple for a list."""
-  return tuple(axes) if isinstance(axes, list) else axes
+  return plain_strings(tuple(axes) if isinstance(axes, list) else axes)
 
 
 def are_axes(axes: Any) -> bool:
