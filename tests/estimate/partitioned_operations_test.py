@@ -93,7 +93,7 @@ def partitions():
 def prepared(function, arguments):
   """A module with one operation of interest, and that operation."""
   lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*one) for one in arguments))
-  return mlir.prepare(lowered.compiler_ir().operation.get_asm(binary=True))
+  return mlir.prepare(lowered.compiler_ir().operation.get_asm(binary=True), 'cpu')
 
 
 def operation(module, kind):
