@@ -65,6 +65,7 @@ def count() -> str:
     f'{len(rows)} cases from {packages} packages and repositories, '
     f'{sum(bool(row["annotated"]) for row in rows)} of them annotated by their authors; '
     f'{whole} pass every check, {silent} are silently sharded other than by their own partitioner. '
+    f'{sum(row["checks"]["pipeline"] != NOT_TRIED for row in rows)} are pipelines too. '
     f'Run with {" and with ".join(sorted({_versions(row) for row in rows}))}.'
   )
 
