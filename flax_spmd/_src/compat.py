@@ -433,7 +433,7 @@ def handle_constraints(
   fitted: Callable[[Any, Any, Any], Any],
   refused: Callable[[Any, Any], None],
   placed: Callable[[Any], Any],
-  mesh_of: Callable[[Any, Any], Any],
+  mapped_over: Callable[[Any, Any, Any], tuple[Any, Any]],
 ) -> None:
   """Changes the shardings of every constraint, `jit` and `shard_map` of JAX's, while any thread has a layout in force.
 
@@ -445,7 +445,7 @@ def handle_constraints(
       the tree of shardings to use; or it raises an error.
     refused: called with the mesh and the spec of a `NamedSharding` that JAX refuses to make; may raise another error.
     placed: function from the shardings of the arguments or results of a `jit` to those to use.
-    mesh_of: function from the mesh and the specs of a `shard_map` to the mesh to use.
+    mapped_over: function from the mesh, the specs and the axes of a `shard_map` to the mesh and the axes to use.
   """
 
   def prepared(prepare: Callable[..., Any], shardings: Any, *args: Any, **kwargs: Any) -> Any:
@@ -463,9 +463,12 @@ def handle_constraints(
       refused(mesh, spec)
       raise
 
-  def mapped(shard_map: Callable[..., Any], f: Any, *, mesh: Any, **options: Any) -> Any:
+  def mapped(
+    shard_map: Callable[..., Any], f: Any, *, mesh: Any, axis_names: Any, **options: Any
+  ) -> Any:
     specs = options['in_specs'], options['out_specs']
-    return shard_map(f, mesh=mesh_of(mesh, specs), **options)
+    mesh, axis_names = mapped_over(mesh, specs, axis_names)
+    return shard_map(f, mesh=mesh, axis_names=axis_names, **options)
 
   _prepare.handler, _check_spec.handler, _shard_map.handler = prepared, checked, mapped
 

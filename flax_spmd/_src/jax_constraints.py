@@ -4,11 +4,14 @@
 
 All sharding constraints end in this function of JAX: those of Flax, T5X and other libraries too. While a layout is in
 force, `compat.py` passes the shardings of each call through `fitted_shardings`.
+
+A model may hold the layout's mesh. In a pipeline, each stage has a part of it: `mesh_of_stage`, for constraints, jits and
+`shard_map`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +76,7 @@ def on_meshes_of_stage(shardings: Any) -> Any:
   def on_mesh(sharding):
     if not isinstance(sharding, NamedSharding):
       return sharding
-    mesh = mesh_of_stage(sharding.mesh, [sharding.spec])
+    mesh, _ = mesh_of_stage(sharding.mesh, [sharding.spec])
     if mesh is sharding.mesh:
       return sharding
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
@@ -83,28 +86,26 @@ def on_meshes_of_stage(shardings: Any) -> Any:
   return jax.tree.map(on_mesh, shardings, is_leaf=lambda each: each is None)
 
 
-def mesh_of_stage(mesh: Any, specs: Any) -> Any:
+def mesh_of_stage(mesh: Any, specs: Any, axes: Collection[str] = ()) -> tuple[Any, Collection[str]]:
   """The mesh of a stage of a pipeline, in the place of the mesh of all its stages, which a model may hold.
 
   Args:
     mesh: the mesh that a part of the function of a pipeline is written for; None: the current one.
     specs: the specs of its arrays, a tree.
+    axes: the axes of its `shard_map`; none stand for all axes of the mesh.
 
   Returns:
-    `mesh` itself if it is another one, or if the specs use the axis of the stages.
+    The mesh, and the axes without that of the stages: a sum over it would be one over all stages. Both are as given if the
+    mesh is another one, or if the specs use the axis of the stages.
   """
   own = open_blocks.of_task().own
   if mesh is None or own.mesh is None or own.whole is None or not _are_equal(mesh, own.whole):
-    return mesh
+    return mesh, axes
   of_stage = axis_sizes(own.mesh)
-  of_stages = {axis for axis, size in axis_sizes(mesh).items() if of_stage[axis] != size}
-  used = [
-    axis
-    for spec in jax.tree.leaves(specs)
-    if isinstance(spec, PartitionSpec)
-    for axis in axis_names(tuple(spec))
-  ]
-  return mesh if of_stages.intersection(used) else own.mesh
+  kept = {axis for axis, size in axis_sizes(mesh).items() if of_stage[axis] == size}
+  leaves = [spec for spec in jax.tree.leaves(specs) if isinstance(spec, PartitionSpec)]
+  used = {axis for spec in leaves for axis in axis_names(tuple(spec))}
+  return (own.mesh, kept.intersection(axes or kept)) if kept and used <= kept else (mesh, axes)
 
 
 def _are_equal(one: MeshLike, two: MeshLike) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd.errors import MeshError
+from flax_spmd.errors import AxisNameError, MeshError
 from flax_spmd.pipeline import OneFOneB, accumulate, stage_end
 
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -130,6 +130,7 @@ def test_a_stage_of_a_model_on_the_mesh_of_all_ranks():
     (lambda x: doubled(x), 2),
     (lambda x: doubled(x, mesh=of_call()), 2),
     (lambda x: doubled(x, mesh=STAGES.mesh), 2),
+    (lambda x: doubled(x, mesh=STAGES.mesh, axis_names={'data'}), 2),
     (lambda x: jitted(x, of_call()), 2),
     (lambda x: jitted(x, STAGES.mesh), 2),
   ):
@@ -154,6 +155,21 @@ def test_a_stage_on_another_mesh_is_refused():
   assert text_of(over_stages) == {f'The shard_map at {over_all}', fix}
   over_stages = lambda x: jitted(x, STAGES.mesh, 'stage')
   assert text_of(over_stages) == {f"The jit P('stage',) at {over_all}", fix}
+
+  def over_all_axes(x):
+    """A mean over all devices: on the mesh of a stage alone it would be a half of it."""
+    mean = lambda x: jax.lax.psum(x, STAGES.mesh.axis_names) / STAGES.mesh.size
+    return (
+      x
+      + jax.shard_map(mean, mesh=STAGES.mesh, in_specs=P('data'), out_specs=P(), check_vma=False)(
+        x
+      ).mean()
+    )
+
+  with pytest.raises(
+    AxisNameError, match=r"^The axis name 'stage' is not bound, but foreign_meshes_test.py:\d+ "
+  ):
+    STAGES.pipeline_jit(pipelined_step(over_all_axes)).trace(W, ROWS)
   other = f"{line} {{'data': 2, 'model': 4}}; the mesh of a stage is {{'data': 4}}."
   assert text_of(constrained) == {f'The constraint P() at {other}', fix}
   in_where = lambda x: jnp.where(x > 0, constrained(x), 1.0)  # JAX's own error names no line
