@@ -64,6 +64,17 @@ def test_invalid_rules_in_a_table():
   )
 
 
+@pytest.mark.parametrize('as_rule', [lambda v: v, lambda v: ('embed', v), lambda v: (v, 'data')])
+@pytest.mark.parametrize('kind', [list, tuple])
+def test_rules_that_are_nested_too_deeply_for_python(as_rule, kind):
+  nested: Any = 'data'
+  for _ in range(3000):
+    nested = kind([nested])
+  text = text_of(errors.RulesError, layout, ('batch', 'data'), as_rule(nested))
+  assert text.startswith('Rule 1 is ') and ', which is not a rule.\nFix: ' in text and len(text) < 1000
+  assert spmd.Rules(('embed', [('data', ('model',))])) == spmd.Rules(('embed', ('data', 'model')))
+
+
 def test_a_single_rule_instead_of_a_table():
   assert text_of(errors.RulesError, spmd.Layout, {'data': 8}, ('batch', 'data')) == dedent("""\
     ('batch', 'data') is one rule, where a table of rules is expected.

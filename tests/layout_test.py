@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -474,6 +476,26 @@ def test_check_reports_axes_that_a_rule_could_have_used():
   assert axes(named, ('mlp', 'model')) == [text("'data' (2)")]
 
 
+@settings(deadline=None)
+@given(
+  st.lists(
+    st.sampled_from((None, 'hidden', 'hiden', 'embed', 'layers')), min_size=2, max_size=2, unique=True
+  )
+)
+def test_check_reports_names_of_boxes_of_mesh_axes_as_those_of_other_boxes(names):
+  """A name without a rule was replicated beside one with a rule, and there was no finding."""
+  layout = spmd.Layout({'data': 2, 'model': 4}, (('hidden', 'model'), ('embed', None)))
+  logical = {'w': spmd.LogicallyPartitioned(jnp.ones((8, 8)), tuple(names))}
+  axes = {'w': spmd.Partitioned(jnp.ones((8, 8)), tuple(names))}
+  if {'hidden', 'embed'} & {*names}:
+    assert layout.check(axes) == layout.check(logical)
+    assert spmd.explain(layout, axes).why('w') == spmd.explain(layout, logical).why('w')
+  elif {'hiden', 'layers'} & {*names}:
+    with pytest.raises(spmd.errors.MeshAxisError, match="'(hiden|layers)' is not an axis") as error:
+      layout.check(axes)
+    assert ("Did you mean 'hidden'?" in str(error.value)) == ('hiden' in names)
+
+
 def test_check_without_findings_is_empty_and_falsy():
   layout = spmd.Layout({'model': 8}, (('hidden', 'model'), ('embed', None), ('layers', None)))
   findings = layout.check(jax.eval_shape(create, jax.random.key(0), X))
@@ -538,7 +560,7 @@ class Named(nn.Module):
 
 
 def texts_and_costs(names, mesh):
-  """What a layout with these names writes, and what it predicts."""
+  """The texts of a layout with these names, and its estimate of a step."""
   rules = (
     (names.BATCH, names.DATA),
     (names.HIDDEN, (names.MODEL,)),
@@ -571,5 +593,5 @@ def texts_and_costs(names, mesh):
   ],
 )
 def test_names_may_be_members_of_an_enum(mesh):
-  """As plain strings, also in what is read again: the layout of a checkpoint could not be, and a search aborted."""
+  """They are plain strings, in texts too: that of a checkpoint could not be read again, and a search aborted in MLIR."""
   assert texts_and_costs(Axis, mesh) == texts_and_costs(PLAIN, mesh)

@@ -45,8 +45,10 @@ def test_a_failure_is_a_row_with_its_error(render, monkeypatch):
   )
   assert render.failures() == '- **model**, shardings: `silently 1 of 2 leaves otherwise: w`'
   assert '1 cases from 1 packages and repositories, 1 of them' in render.count()
-  assert '0 pass every check, 1 are silently' in render.count()
-  assert render.count().endswith(' 0 are pipelines too. Run with jax 1, flax 2, Python 3.')
+  assert '0 pass every check that was tried, 1 are silently' in render.count()
+  assert render.count().endswith(
+    ' 0 were tried as pipelines, and 0 of them pass. Run with jax 1, flax 2, Python 3.'
+  )
 
 
 CHECKS = ('init', 'shardings', 'steps', 'restore', 'compare', 'pipeline')

@@ -27,7 +27,7 @@ class Case:
     create: `create(*args)`, the state as its authors create it.
     step: `step(state, batch)`, which returns the state and the loss; None if it is given as two halves.
     halves: `gradients(state, batch)`, which returns the loss and the gradients, and `update(state, gradients)`, which returns
-      the state; for a model whose authors have both as functions. A pipeline accumulates gradients between them.
+      the state. A pipeline accumulates gradients between them. None if the authors' step is one function.
     batch: host arrays.
     args: arguments of `create`.
     mesh: sizes of the mesh axes, over 8 devices.

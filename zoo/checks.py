@@ -189,7 +189,7 @@ class Trial:
     )
 
   def pipeline(self) -> str:
-    """Two stages, which `pipeline_jit` cuts, have the losses of one device with as many microbatches."""
+    """Two stages, which `pipeline_jit` cuts, have parameters each, and the losses of one device with as many microbatches."""
     if not (self.case.halves or self.case.accumulates):
       return NOT_TRIED
     layout = self.layout.replace(mesh=spmd.make_mesh({'rank': 2, **self._halved(4)}))
@@ -209,9 +209,13 @@ class Trial:
       rows = PartitionSpec(*[None] * bool(self.case.halves), *self.case.batch_spec)
       sharded = jax.device_put(batch, NamedSharding(mesh, rows))
       with jax.set_mesh(mesh):
-        return _losses(jax.jit(plain), self.plain, sharded)
+        return _losses(jax.jit(plain), self.plain, sharded)[0]
 
-    losses, expected = _losses(staged, self.plain, batch), _losses(jax.jit(plain), self.plain, batch)
+    expected, _ = _losses(jax.jit(plain), self.plain, batch)
+    losses, state = _losses(staged, self.plain, batch)
+    places = [leaf.sharding.device_set for leaf in jax.tree.leaves(state) if np.ndim(leaf)]
+    if not all(any(place <= {*rank.flat} for place in places) for rank in layout.mesh.devices):
+      raise Otherwise('one rank has no array of the state to itself')
     return self._agreement(losses, expected, own)
 
 
@@ -285,12 +289,13 @@ def _close(found: list[float], expected: list[float]) -> bool:
   return len(found) == len(expected) and np.allclose(found, expected, rtol=RTOL, atol=0)
 
 
-def _losses(step: Any, state: Any, batch: Any) -> list[float]:
+def _losses(step: Any, state: Any, batch: Any) -> tuple[list[float], Any]:
+  """The losses of some steps, and the last state."""
   losses = []
   for _ in range(STEPS):
     state, loss = step(state, batch)
     losses.append(float(loss))
-  return losses
+  return losses, state
 
 
 def _check_sharded(leaves: dict[str, Any]) -> None:

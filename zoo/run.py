@@ -86,6 +86,8 @@ def main() -> int:
   checks = list(CHECKS)
   if names[:1] == ['--check']:
     checks, names = names[1:2], names[2:]
+    if not checks or checks[0] not in CHECKS:
+      raise SystemExit(f'{checks} is no check of the zoo; available: {", ".join(CHECKS)}')
   if unknown := set(names) - set(ENTRIES):
     raise SystemExit(f'{sorted(unknown)} are no models of the zoo; available: {", ".join(ENTRIES)}')
   chosen = [
@@ -95,7 +97,12 @@ def main() -> int:
     result = run(entry, checks)
     print('\n'.join(f'  {name}: {result["checks"][name]}' for name in checks), flush=True)
     if len(checks) < len(CHECKS):
-      result['checks'] = recorded()[entry.name]['checks'] | result['checks']
+      before = recorded().get(entry.name, {})
+      if {**before, 'checks': None} != {**result, 'checks': None}:
+        raise SystemExit(
+          f'{entry.name} was recorded with other versions, or never: run all of its checks'
+        )
+      result['checks'] = before['checks'] | result['checks']
     RESULTS.write_text(json.dumps({**recorded(), entry.name: result}, indent=1, sort_keys=True) + '\n')
   render_pages()
   return 0

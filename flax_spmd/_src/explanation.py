@@ -441,9 +441,10 @@ def _rule_texts(decision: Decision) -> str:
 
 
 def _dim_text(decision: Decision, row: Row) -> str:
-  """`'embed' (16)`, or `16` for a dimension without a name."""
+  """`'embed' (16)`, or `16` for a dimension without a name, or with the name of its mesh axis."""
   size = row.shape[decision.dim] if decision.dim < len(row.shape) else '?'
-  return f'{decision.name!r} ({size})' if isinstance(decision.name, str) and row.logical else str(size)
+  is_name = isinstance(decision.name, str) and (row.logical or decision.name != decision.axes)
+  return f'{decision.name!r} ({size})' if is_name else str(size)
 
 
 def _total(name: str, total: Total) -> str:

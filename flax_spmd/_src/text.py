@@ -36,11 +36,12 @@ def time_text(seconds: float) -> str:
   return f'{seconds / 1e-6:.3g} us'
 
 
-def plain_strings(value: Any) -> Any:
+def plain_strings(value: Any, depth: int = 4) -> Any:
   """A value whose strings are plain: those of an Enum are formatted with its class, those of NumPy shown as such.
 
   Args:
     value: anything; looked into if it is a tuple or a list. JAX keeps one object for equal PartitionSpecs: pass a tuple.
+    depth: the number of tuples and lists, one in another, that are looked into; names and rules have fewer.
 
   Example:
     >>> plain_strings((np.str_('embed'), ('data', None)))
@@ -50,7 +51,9 @@ def plain_strings(value: Any) -> Any:
     return value
   if isinstance(value, str):
     return str.__str__(value)
-  return type(value)(map(plain_strings, value)) if type(value) in (tuple, list) else value
+  if type(value) not in (tuple, list) or not depth:
+    return value
+  return type(value)(plain_strings(entry, depth - 1) for entry in value)
 
 
 _SHOWN = 8  # lines of one message

@@ -285,7 +285,7 @@ def test_a_search_without_the_axes_of_the_model():
       in_specs[3] refers to 'expert'
       in_specs[3] refers to 'tensor'
     Check the in_specs values passed to shard_map.
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.""")
   )
 
 
@@ -304,7 +304,7 @@ def test_a_search_over_the_axes_of_a_constraint_without_a_mesh():
     re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
     == dedent("""\
     The model cannot be built without the mesh axes that it uses: MeshAxisError: The constraint P('data',) at own_mesh_test.py:1 uses mesh axis 'data', but the mesh is {'all': 1}.
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.""")
   )
   result = search(train_step, TARGET, mesh={'data': -1}, candidates=2, top=1)
   assert result.layout.mesh.shape == {'data': 8} and result.outcomes[0].source == 'compiled:cpu'
@@ -322,7 +322,7 @@ def test_a_search_over_the_mesh_on_which_a_model_creates_its_state():
     re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
     == dedent("""\
     The model cannot be built on the mesh {'data': 4, 'model': 2}: MeshError: The shard_map at own_mesh_test.py:1 is on the mesh {'data': 8}; the layout's mesh is {'data': 4, 'model': 2}.
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.""")
   )
 
 

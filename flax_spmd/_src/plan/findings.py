@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from flax_spmd._src.notebook_html import bullets
@@ -179,17 +179,26 @@ NO_RULE = 'has no rule and is replicated'
 def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) -> Iterable[Finding]:
   positions: dict[tuple[str, Rules], list[int]] = defaultdict(list)
   for kind, decision in _decisions(kinds):
-    row = kind.row
-    table = _table_for(planner.rules, row.owner)
-    open_name = row.logical and decision.rule is None and isinstance(decision.name, str)
-    open_name = open_name and not axis_names(decision.axes)  # by a rule of its own
-    if open_name and table is not None and decision.name not in table.by_name:
-      positions[decision.name, table] += kind.positions
+    table = _table_for(planner.rules, kind.row.owner)
+    is_open = decision.rule is None and not axis_names(decision.axes)  # without a rule of its own either
+    if is_open and table is not None and decision.name in _logical_names(kind.row, table, planner.sizes):
+      if decision.name not in table.by_name:
+        positions[decision.name, table] += kind.positions
   for (name, table), unmatched in positions.items():
     paths = _paths(rows, unmatched)
+    axes = () if all(rows[position].logical for position in unmatched) else planner.sizes
     text = f'name {name!r} {NO_RULE} ({listed_paths(paths)}).'
-    suggestion = did_you_mean(name, table.by_name)
+    suggestion = did_you_mean(name, [*table.by_name, *axes])
     yield Finding('unmatched', text + suggestion, paths, bool(suggestion))
+
+
+def _logical_names(row: Row, table: Rules, sizes: Mapping[str, int]) -> list[str]:
+  """The logical names of an array: in a box of mesh axes, those that are none, if the table has a rule for one."""
+  names = [name for name in row.names or () if isinstance(name, str)]
+  if row.logical:
+    return names
+  names = [name for name in names if name not in sizes]
+  return names if any(name in table.by_name for name in names) else []
 
 
 def _table_for(rules: Rules, owner: RuleId | None) -> Rules | None:
@@ -291,7 +300,7 @@ def _unmet_tables(rules: Rules, kinds: Sequence[_Kind]) -> dict[RuleId, Clause]:
 
 def _idle_axes(planner: Planner, kinds: Sequence[_Kind]) -> Iterable[Finding]:
   used = {axis for kind in kinds for entry in kind.row.spec for axis in axis_names(entry)}
-  used |= _axes_of_activations(planner.rules, kinds)
+  used |= _axes_of_activations(planner, kinds)
   for axis, size in planner.sizes.items():
     if axis not in used and size > 1:
       yield Finding('idle axis', f'mesh axis {value_text(axis)} ({size}) is not used by this tree.')
@@ -312,15 +321,14 @@ def _nothing_sharded(planner: Planner, kinds: Sequence[_Kind]) -> Iterable[Findi
   yield Finding('nothing sharded', text + without, suspicious=strict)
 
 
-def _axes_of_activations(rules: Rules, kinds: Sequence[_Kind]) -> set[str]:
+def _axes_of_activations(planner: Planner, kinds: Sequence[_Kind]) -> set[str]:
   """The mesh axes of rules that could not have decided about a tree: for annotations, and for other names.
 
   In a tree without names, no rule is known to be about activations. A rule for a name that resembles one of the
   tree's may be misspelt.
   """
-  names = {
-    name for kind in kinds if kind.row.logical for name in kind.row.names or () if isinstance(name, str)
-  }
+  rules = planner.rules
+  names = {name for kind in kinds for name in _logical_names(kind.row, rules, planner.sizes)}
   pairs = [clause for _, clause in rules.all_rules() if isinstance(clause, NameRule)]
   open_names = names.difference(clause.name for clause in pairs)
   others = [

@@ -273,7 +273,7 @@ class ArrayResolver:
     if not axes:
       return self._rules.resolve(names, leaf.shape, sizes)
     if sizes is None or not self._logical(names, sizes):
-      return resolve_axes(names, leaf.shape, sizes, policies)
+      return resolve_axes(names, leaf.shape, sizes, policies, names=self._rules.by_name)
     among_names = ((name,) if isinstance(name, str) and name in sizes else name for name in names)
     resolution = self._rules.resolve(tuple(among_names), leaf.shape, sizes)
     decisions = tuple(each._replace(name=names[each.dim]) for each in resolution.decisions)

@@ -9,7 +9,7 @@ of its axes is open.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -44,6 +44,7 @@ def resolve_axes(
   sizes: Mapping[str, int] | None,
   policies: Policies,
   source: RuleSource | None = None,
+  names: Iterable[str] = (),
 ) -> Resolution:
   """The resolution of entries that are mesh axes already: used unchanged, and checked.
 
@@ -53,12 +54,13 @@ def resolve_axes(
     sizes: size per mesh axis; None: the mesh is unknown, and nothing is checked against it.
     policies: `missing_axis` and `indivisible` apply.
     source: the rule that has the entries; None: they are names of a box.
+    names: logical names with a rule; an entry that is no axis may be one of them, misspelt.
 
   Example:
     >>> resolve_axes(('data', None), (6, 8), {'data': 4}, Policies(indivisible='replicate')).spec
     P(None, None)
   """
-  checked = _AxesCheck(tuple(entries), sizes, policies, source)
+  checked = _AxesCheck(tuple(entries), sizes, policies, source, names=names)
   decisions = tuple(checked.decide(dim, shape[dim]) for dim in range(len(entries)))
   spec = PartitionSpec(*(decision.axes for decision in decisions))
   return Resolution(spec, decisions, tuple(checked.problems), None if source is None else source.rule)
@@ -71,9 +73,16 @@ class _AxesCheck:
   """
 
   def __init__(
-    self, entries, sizes, policies: Policies, source: RuleSource | None, *, among_names: bool = False
+    self,
+    entries,
+    sizes,
+    policies: Policies,
+    source: RuleSource | None,
+    *,
+    names: Iterable[str] = (),
+    among_names: bool = False,
   ):
-    self.entries, self.among_names = entries, among_names
+    self.entries, self.names, self.among_names = entries, names, among_names
     self.sizes = sizes
     self.policies = policies
     self.source = source
@@ -142,7 +151,7 @@ class _AxesCheck:
       fix = '.'
     return Problem(
       f'dim {dim} of {self._source_text()}: {value_text(axis)} is not an axis of the mesh, which has {tuple(known)!r}.'
-      + did_you_mean(axis, known),
+      + did_you_mean(axis, [*known, *self.names]),
       f'correct the axis name{fix}',
       MeshAxisError,
     )

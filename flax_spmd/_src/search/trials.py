@@ -188,7 +188,7 @@ def _facts_without_estimator(task: SearchTask) -> ModelFacts:
 _AXES = (
   'The model cannot be built {problem}: {error}\n'
   'Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of '
-  'these by a function of the layout, lambda layout: TrainStep(...).'
+  'these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.'
 )
 
 

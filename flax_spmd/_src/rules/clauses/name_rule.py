@@ -67,9 +67,11 @@ def _is_axes(axes: Any) -> bool:
   return axes is None or axes is UNCONSTRAINED or _are_names(axes)
 
 
-def _are_names(axes: Any) -> bool:
-  """Whether this is a mesh axis, or a sequence of mesh axes, which may be nested."""
-  return isinstance(axes, str) or (isinstance(axes, (tuple, list)) and all(map(_are_names, axes)))
+def _are_names(axes: Any, depth: int = 3) -> bool:
+  """Whether this is a mesh axis, or a sequence of mesh axes, which may be nested, up to a depth."""
+  if isinstance(axes, str) or not depth:
+    return isinstance(axes, str)
+  return isinstance(axes, (tuple, list)) and all(_are_names(entry, depth - 1) for entry in axes)
 
 
 def _frozen(axes: Any) -> Any:
