@@ -491,7 +491,7 @@ def test_check_reports_names_of_boxes_of_mesh_axes_as_those_of_other_boxes(names
     assert layout.check(axes) == layout.check(logical)
     assert spmd.explain(layout, axes).why('w') == spmd.explain(layout, logical).why('w')
   elif {'hiden', 'layers'} & {*names}:
-    with pytest.raises(spmd.errors.MeshAxisError, match="'(hiden|layers)' is not an axis") as error:
+    with pytest.raises(spmd.errors.MeshAxisError, match=r"'(hiden|layers)' is not an axis") as error:
       layout.check(axes)
     assert ("Did you mean 'hidden'?" in str(error.value)) == ('hiden' in names)
 

@@ -180,10 +180,12 @@ def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) ->
   positions: dict[tuple[str, Rules], list[int]] = defaultdict(list)
   for kind, decision in _decisions(kinds):
     table = _table_for(planner.rules, kind.row.owner)
-    is_open = decision.rule is None and not axis_names(decision.axes)  # without a rule of its own either
-    if is_open and table is not None and decision.name in _logical_names(kind.row, table, planner.sizes):
-      if decision.name not in table.by_name:
-        positions[decision.name, table] += kind.positions
+    if (
+      table is None or decision.rule is not None or axis_names(decision.axes)
+    ):  # also by a rule of its own
+      continue
+    if decision.name in _logical_names(kind.row, table, planner.sizes).difference(table.by_name):
+      positions[decision.name, table] += kind.positions
   for (name, table), unmatched in positions.items():
     paths = _paths(rows, unmatched)
     axes = () if all(rows[position].logical for position in unmatched) else planner.sizes
@@ -192,13 +194,13 @@ def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) ->
     yield Finding('unmatched', text + suggestion, paths, bool(suggestion))
 
 
-def _logical_names(row: Row, table: Rules, sizes: Mapping[str, int]) -> list[str]:
+def _logical_names(row: Row, table: Rules, sizes: Mapping[str, int]) -> set[str]:
   """The logical names of an array: in a box of mesh axes, those that are none, if the table has a rule for one."""
-  names = [name for name in row.names or () if isinstance(name, str)]
+  names = {name for name in row.names or () if isinstance(name, str)}
   if row.logical:
     return names
-  names = [name for name in names if name not in sizes]
-  return names if any(name in table.by_name for name in names) else []
+  names -= sizes.keys()
+  return names if names & table.by_name.keys() else set()
 
 
 def _table_for(rules: Rules, owner: RuleId | None) -> Rules | None:
@@ -328,7 +330,7 @@ def _axes_of_activations(planner: Planner, kinds: Sequence[_Kind]) -> set[str]:
   tree's may be misspelt.
   """
   rules = planner.rules
-  names = {name for kind in kinds for name in _logical_names(kind.row, rules, planner.sizes)}
+  names = set().union(*(_logical_names(kind.row, rules, planner.sizes) for kind in kinds))
   pairs = [clause for _, clause in rules.all_rules() if isinstance(clause, NameRule)]
   open_names = names.difference(clause.name for clause in pairs)
   others = [
