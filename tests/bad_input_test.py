@@ -177,7 +177,7 @@ def test_mesh_axes_as_names():
     a, dim 1 of names ('data', 'modle'): 'modle' is not an axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
     b, dim 1 of names ('data', ('model', 'data')): mesh axis 'data' is used for an earlier dimension too.
     c, dim 0: size 3 is not divisible by mesh axis 'data' (2).
-    Fix: correct the axis name, or give the table a rule for it if it is a logical name.
+    Fix: correct the axis name, or, if it is a logical name, give the table a rule for it, or missing_axis='drop' to leave it open.
     Fix: use every mesh axis for one dimension only.
     Fix: pad it to 4, name the dimension None to replicate it, or give the table indivisible='replicate'.""")
   )
@@ -334,13 +334,14 @@ def test_unknown_mesh_axes_are_reported_with_their_paths():
       v = self.param('v', spmd.with_partitioning(ones, ('model', 'model')), (8, 8))
       return x @ w @ v
 
-  assert text_of(
-    errors.LayoutError, layout().init, Dense().init, jax.random.key(0), jnp.ones((1, 8))
-  ) == dedent("""\
+  assert (
+    text_of(errors.LayoutError, layout().init, Dense().init, jax.random.key(0), jnp.ones((1, 8)))
+    == dedent("""\
     params/v, dim 1 of names ('model', 'model'): mesh axis 'model' is used for an earlier dimension too.
     params/w, dim 0 of names ('embed', 'model'): 'embed' is not an axis of the mesh, which has ('data', 'model').
     Fix: use every mesh axis for one dimension only.
-    Fix: correct the axis name, or give the table a rule for it if it is a logical name.""")
+    Fix: correct the axis name, or, if it is a logical name, give the table a rule for it, or missing_axis='drop' to leave it open.""")
+  )
 
 
 # -- meshes

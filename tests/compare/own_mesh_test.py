@@ -285,8 +285,29 @@ def test_a_search_without_the_axes_of_the_model():
       in_specs[3] refers to 'expert'
       in_specs[3] refers to 'tensor'
     Check the in_specs values passed to shard_map.
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.""")
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
   )
+
+
+def test_a_search_over_logical_names_in_boxes_of_mesh_axes():
+  """As in three of ten public files with `nn.with_partitioning`; it was refused."""
+
+  def of(box, *names):
+    params = lambda: {'v': box(jnp.ones((64, 256)), names), 'w': box(jnp.ones((256, 64)), names[::-1])}
+    step = lambda w, x: (w, jnp.sum(jnp.tanh(x @ w['v'].unbox()) @ w['w'].unbox()))
+    return TrainStep(step, params, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+
+  run = lambda *args, **options: search(of(*args), TARGET, candidates=12, top=1, **options)
+  by_name, by_axis = (run(box, 'embed', 'mlp') for box in (nn.LogicallyPartitioned, nn.Partitioned))
+  assert [one.name for one in by_axis.outcomes] == [one.name for one in by_name.outcomes]
+  assert by_axis.layout == by_name.layout.replace(missing_axis='drop')
+  assert [one.memory for one in by_axis.outcomes] == [one.memory for one in by_name.outcomes]
+  with pytest.raises(SearchError, match=r"'model' is not an axis of the mesh, which has \('all',\)"):
+    run(nn.Partitioned, 'embed', 'model')  # a mesh of the search may have an axis of this name
+  result = run(nn.Partitioned, 'embed', 'model', mesh={'data': 2, 'model': 4})
+  assert all(dict(one.layout.rules.pairs).keys() <= {'batch', 'embed'} for one in result.outcomes)
+  state = result.layout.abstract(of(nn.Partitioned, 'embed', 'model').create)
+  assert [w.value.sharding.spec[dim] for dim, w in ((1, state['v']), (0, state['w']))] == ['model'] * 2
 
 
 def test_a_search_over_the_axes_of_a_constraint_without_a_mesh():
@@ -304,7 +325,7 @@ def test_a_search_over_the_axes_of_a_constraint_without_a_mesh():
     re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
     == dedent("""\
     The model cannot be built without the mesh axes that it uses: MeshAxisError: The constraint P('data',) at own_mesh_test.py:1 uses mesh axis 'data', but the mesh is {'all': 1}.
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.""")
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
   )
   result = search(train_step, TARGET, mesh={'data': -1}, candidates=2, top=1)
   assert result.layout.mesh.shape == {'data': 8} and result.outcomes[0].source == 'compiled:cpu'
@@ -322,7 +343,7 @@ def test_a_search_over_the_mesh_on_which_a_model_creates_its_state():
     re.sub(r'test.py:\d+', 'test.py:1', str(error.value))
     == dedent("""\
     The model cannot be built on the mesh {'data': 4, 'model': 2}: MeshError: The shard_map at own_mesh_test.py:1 is on the mesh {'data': 8}; the layout's mesh is {'data': 4, 'model': 2}.
-    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.""")
+    Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of these by a function of the layout, lambda layout: TrainStep(...).""")
   )
 
 

@@ -146,14 +146,62 @@ def test_a_model_with_constraints_on_mesh_axes_cannot_be_estimated(where):
   )
 
 
+def boxed_task(box, names):
+  """A step of two products, whose parameters are in boxes with these names."""
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      init = nn.initializers.ones
+      v = self.param('v', box(init, names), (16, 64))
+      w = self.param('w', box(init, names[::-1]), (64, 16))
+      return spmd.with_logical_constraint(jnp.tanh(x @ v) @ w, ('batch', None))
+
+  def step(params, x):
+    loss, gradients = jax.value_and_grad(lambda params: jnp.sum(Model().apply(params, x)))(params)
+    return jax.tree.map(jnp.subtract, params, gradients), loss
+
+  return TrainStep(step, lambda: Model().init(jax.random.key(0), jnp.ones((8, 16))), X)
+
+
+@pytest.mark.parametrize('lib', [nn, spmd])
+@pytest.mark.parametrize('seed', range(6))
+def test_boxes_of_mesh_axes_are_estimated_as_boxes_of_names_with_a_rule_for_each_axis(lib, seed):
+  """Logical names and axes in `with_partitioning` refused the estimate of every layout."""
+  draw = random.Random(seed)
+  names = tuple(draw.sample(['embed', 'hidden', 'model', 'data', None], 2))
+  logical, axes = lib.with_logical_partitioning, lib.with_partitioning
+  estimators = [Estimator(boxed_task(box, names), platform='cpu') for box in (logical, axes)]
+  assert [one.names_as_axes for one in estimators] == [set(), {*names} - {None}]
+  assert estimators[0].names == estimators[1].names
+  own = [(name, name) for name in names if name in ('model', 'data')]
+  mesh = spmd.abstract_mesh({'data': 2, 'model': 4})
+  free = [axis for axis in ('data', 'model') if axis not in names]
+  for _ in range(4):
+    rules = [(name, draw.choice([*free, None])) for name in ('embed', 'hidden') if draw.random() < 0.7]
+    rules += [spmd.fsdp('data', min_size=1)] if draw.random() < 0.5 else []
+    rules = [*([('batch', 'data')] if draw.random() < 0.8 else []), *rules]
+    layouts = [spmd.Layout(mesh, (*extra, *rules), missing_axis='drop') for extra in (own, ())]
+    pairs = zip(estimators, layouts, strict=True)
+    by_name, by_axis = (one.estimate(layout, 'cpu:8', partition=False) for one, layout in pairs)
+    assert by_name._replace(layout=None) == by_axis._replace(layout=None), rules
+
+
+def test_a_name_that_is_both_an_axis_of_a_box_and_a_logical_name_cannot_be_estimated():
+  estimator = Estimator(boxed_task(nn.with_partitioning, ('data', None)), platform='cpu')
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('data', None),))
+  with pytest.raises(EstimatorError, match=r'^The state has mesh axes among its names, '):
+    estimator.estimate(layout, 'cpu:8')
+
+
 @pytest.mark.parametrize(
   'box',
   [
-    spmd.Partitioned(jnp.ones((8, 8)), ('data', None)),
+    spmd.Partitioned(jnp.ones((8, 8)), (('data',), 'embed')),
     spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data',), 'mlp')),
   ],
 )
-def test_a_state_with_mesh_axes_among_its_names_cannot_be_estimated(box):
+def test_a_state_with_tuples_of_mesh_axes_among_its_names_cannot_be_estimated(box):
   with pytest.raises(EstimatorError) as error:
     Estimator(TrainStep(lambda state, x: (state, x), lambda: {'w': box}, X), platform='cpu')
   assert str(error.value) == (

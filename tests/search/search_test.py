@@ -57,6 +57,7 @@ class Formula:
   """An estimator by formula: products are sharded over batch and mlp, and both need communication."""
 
   names = {name: (size,) for name, size in SIZES.items()}  # noqa: RUF012
+  names_as_axes = frozenset()
   parameter_names = frozenset({'embed', 'mlp'})
   together = frozenset(
     {frozenset({'embed', 'mlp'}), frozenset({'batch', 'mlp'}), frozenset({'batch', 'embed'})}

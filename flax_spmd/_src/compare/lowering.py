@@ -36,7 +36,7 @@ from flax_spmd._src.names.tree_names import leaf_parts
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.source_lines import source_line
-from flax_spmd.errors import TargetDeviceError
+from flax_spmd.errors import MeshAxisError, TargetDeviceError
 
 
 class LoweredStep(NamedTuple):
@@ -177,6 +177,38 @@ def abstract_arguments(train_step: TrainStep, layout: Layout) -> tuple[Any, Any]
     LayoutError: logical names do not fit the arrays.
   """
   return layout.abstract(train_step.create, *train_step.args), abstract_batch(train_step, layout)
+
+
+class AbstractState(NamedTuple):
+  """A state whose boxes of mesh axes may have names that the mesh lacks, such as logical names in `with_partitioning`.
+
+  Attributes:
+    state: shapes with the shardings of the layout.
+    layout: the layout; with such names, its policy is to drop them, so that the rules alone decide.
+    names: such names.
+  """
+
+  state: Any
+  layout: Layout
+  names: frozenset[str]
+
+
+def abstract_state(train_step: TrainStep, layout: Layout) -> AbstractState:
+  """The abstract state of a step, whose boxes of mesh axes may have logical names.
+
+  Raises:
+    LayoutError: logical names do not fit the arrays.
+  """
+  try:
+    return AbstractState(layout.abstract(train_step.create, *train_step.args), layout, frozenset())
+  except MeshAxisError:
+    dropping = layout.replace(missing_axis='drop')
+    state = dropping.abstract(train_step.create, *train_step.args)
+    named = [row.names for row in dropping.rows(state) if row.names and not row.logical]
+    names = {name for names in named for name in names if isinstance(name, str)} - {*layout.mesh.shape}
+    if not names:
+      raise
+    return AbstractState(state, dropping, frozenset(names))
 
 
 def abstract_batch(train_step: TrainStep, layout: Layout) -> Any:

@@ -45,7 +45,7 @@ from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.batch_names import batch_names
 from flax_spmd._src.estimate.doubts import UNCHECKED
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
-from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
+from flax_spmd._src.estimate.name_mesh import OWN_AXES, NamedLowering, lower_on_names
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
 from flax_spmd._src.estimate.step_program import CostRequest, Costs, StepProgram
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
@@ -93,6 +93,7 @@ class Estimator:
     parameter_names: logical names of dimensions of the state.
     together: pairs of logical names that occur on one array.
     batch_names: logical names of the dimension of examples, in the batch and in constraints of what comes from it.
+    names_as_axes: those among the names that are in boxes of mesh axes: axes of a mesh, or logical names in `with_partitioning`.
     reason: why the step is lowered and partitioned for each layout, or ''. The other attributes are then empty.
 
   Raises:
@@ -118,6 +119,7 @@ class Estimator:
   parameter_names: frozenset[str] = frozenset()
   together: frozenset[frozenset[str]] = frozenset()
   batch_names: frozenset[str] = frozenset()
+  names_as_axes: frozenset[str] = frozenset()
   reason: str = ''
 
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
@@ -148,7 +150,7 @@ class Estimator:
   def _lower(self, groups: int) -> None:
     self._groups = groups
     self._lowering = lower_on_names(self._given, self._platform, groups)
-    self._train_step = self._lowering.train_step
+    self._train_step, self.names_as_axes = self._lowering.train_step, self._lowering.as_axes
     state = arrays_of(self._lowering.state)
     self.parameter_names = frozenset(
       name for array in state for name in array.sharding.spec if isinstance(name, str)
@@ -278,12 +280,25 @@ class Estimator:
     shardings = self._lowering.shardings(layout, batch)
     step = self._with_batch(self._lowering.batch_under(layout, batch, shardings))
     lowered = lambda: lower(self._given, layout, target, with_findings=False).code
-    bound = self._train_step.with_axis(layout, of_mesh=True)
+    bound = self._with_axes_of_boxes(self._train_step.with_axis(layout, of_mesh=True))
     request = step.request(bound, shardings, target, lowered if partition else None)
     arrays = self._lowering.leaves(batch)
     return BegunEstimate(
       self, step.program, request, layout, target, groups, arrays, shardings, step.used
     )
+
+  def _with_axes_of_boxes(self, layout: Layout) -> Layout:
+    """The layout with a rule for each axis of its mesh that a box of mesh axes names, which is among the names here.
+
+    Raises:
+      EstimatorError: the table has a rule for such an axis as a logical name.
+    """
+    axes = sorted(self.names_as_axes & axis_sizes(layout.mesh).keys())
+    if not axes:
+      return layout
+    if layout.rules.by_name.keys() & {*axes}:
+      raise EstimatorError(OWN_AXES)
+    return layout.replace(rules=(*((axis, axis) for axis in axes), *layout.rules.clauses))
 
   def _finished(self, begun: BegunEstimate, costs: Costs) -> Outcome:
     layout, target, shardings = begun.layout, begun.target, begun.shardings

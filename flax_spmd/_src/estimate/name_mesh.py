@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.active_layout import record_names
-from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
+from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch, abstract_state
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import (
   equations_in,
@@ -49,7 +49,7 @@ _OF_A_MESH = (
   'axes are its names, it fails: {error}\n'
   'Fix: choose the layouts, and compile them with spmd.compare.'
 )
-_OWN_AXES = (
+OWN_AXES = (
   'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
   'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
 )
@@ -79,6 +79,7 @@ class NamedLowering(NamedTuple):
     jaxpr: the step as traced.
     layout: the mesh of names, and their rules.
     platform: platform that the step is lowered for.
+    as_axes: the names that are in boxes of mesh axes.
   """
 
   code: bytes
@@ -91,6 +92,7 @@ class NamedLowering(NamedTuple):
   jaxpr: Any
   layout: Layout
   platform: str
+  as_axes: frozenset[str]
 
   def leaves(self, batch: Any) -> list[Any]:
     """The leaves of `arguments`; `batch` as in `batch_under`."""
@@ -144,7 +146,7 @@ class NamedLowering(NamedTuple):
   def with_batch(self, batch: BatchLeaves) -> NamedLowering:
     """The same step with its batch constrained, as `batch_under` returns it."""
     with target_devices(self.platform):
-      return _lowered_on(self.layout, self.train_step, self.platform, batch)
+      return _lowered_on(self.layout, self.train_step, self.platform, self.as_axes, batch)
 
 
 def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) -> NamedLowering:
@@ -174,14 +176,19 @@ def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) ->
 
 
 def _lowered(train_step: TrainStepLike, platform: str, groups: int) -> NamedLowering:
-  names, axis_name = _names_of(train_step)
+  names, as_axes, axis_name = _names_of(train_step)
   sizes = {name: groups if name == axis_name else 1 for name in sorted(names)}
   layout = Layout(abstract_mesh(sizes | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in sizes)))
-  return _lowered_on(layout, train_step_on(layout, train_step), platform)
+  with _explained() if as_axes else contextlib.nullcontext():
+    return _lowered_on(layout, train_step_on(layout, train_step), platform, as_axes)
 
 
 def _lowered_on(
-  layout: Layout, train_step: TrainStep, platform: str, constrained: BatchLeaves | None = None
+  layout: Layout,
+  train_step: TrainStep,
+  platform: str,
+  as_axes: frozenset[str],
+  constrained: BatchLeaves | None = None,
 ) -> NamedLowering:
   state, batch = abstract_arguments(train_step, layout)
   jitted = train_step.jitted(layout, donate=True)
@@ -192,25 +199,27 @@ def _lowered_on(
   code, used = program_bytes(lowered), used_arguments(lowered)
   places, arguments = first_places((state, batch)), lowered.args_info
   result, jaxpr = lowered.out_info, traced.jaxpr
-  return NamedLowering(code, train_step, state, arguments, result, places, used, jaxpr, layout, platform)
+  return NamedLowering(
+    code, train_step, state, arguments, result, places, used, jaxpr, layout, platform, as_axes
+  )
 
 
-def _names_of(train_step: TrainStepLike) -> tuple[set[str], str | None]:
-  """The logical names of a step's state, batch and constraints, and its axis name, which is among them."""
+def _names_of(train_step: TrainStepLike) -> tuple[set[str], frozenset[str], str | None]:
+  """The logical names of a step's state, batch and constraints, those in boxes of mesh axes, and its axis name, which is among them."""
   # a rule unlike all others, as `record_names` requires
   layout = Layout(abstract_mesh({_SPARE_AXIS: 2}), Rules((uuid.uuid4().hex, None)))
   train_step = train_step_on(layout, train_step)
-  jitted = train_step.jitted(layout)
   with record_names() as names:
     with _explained():
-      state = layout.abstract(train_step.create, *train_step.args)
+      state, layout, as_axes = abstract_state(train_step, layout)
+    jitted = train_step.jitted(layout)
     try:
       batch = abstract_batch(train_step, layout)
     except MeshAxisError as error:
       raise EstimatorError(_AXES_OF_BATCH) from error
     with _explained():
       jitted.trace(state, batch)
-  return names, train_step.axis_name
+  return names | as_axes, as_axes, train_step.axis_name
 
 
 @contextlib.contextmanager
@@ -221,7 +230,7 @@ def _explained() -> Iterator[None]:
   except ValueError as error:  # a true error of the step is raised again when it is compiled
     in_names = isinstance(error, MeshAxisError) and ' of names ' in str(error)  # else in the model
     if in_names:
-      raise EstimatorError(_OWN_AXES) from error
+      raise EstimatorError(OWN_AXES) from error
     if 'mesh' in str(error) or 'shard_map' in str(error):
       raise EstimatorError(_OWN_MESH) from error
     raise

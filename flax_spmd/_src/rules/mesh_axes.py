@@ -146,7 +146,7 @@ class _AxesCheck:
     if self.among_names:
       fix = ', or give the dimension one logical name, and the table a rule for it.'
     elif self.source is None:
-      fix = ', or give the table a rule for it if it is a logical name.'
+      fix = ", or, if it is a logical name, give the table a rule for it, or missing_axis='drop' to leave it open."
     else:
       fix = '.'
     return Problem(

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -148,6 +149,11 @@ def _use(candidate: Candidate, number: int, batch: frozenset[str]) -> str:
   return _special(over) or ('model' if over or candidate.path_rules else 'idle')
 
 
+def may_be_axis(name: str) -> bool:
+  """Whether an axis without a label may get this name."""
+  return re.fullmatch(r'(data|replica|fsdp|expert|context|model|idle)(_\d+)?', name) is not None
+
+
 def _special(names: set[str]) -> str:
   """`expert` for an axis of experts, `context` for an axis of the sequence alone, else ''."""
   if any('expert' in name for name in names):
@@ -192,11 +198,13 @@ def _of_state(
   return rules[0] if len(rules) == 1 and not name_rules else Rules(*rules) if rules else PartitionSpec()
 
 
-def layout_of(candidate: Candidate, batch: frozenset[str]) -> Layout:
-  """The layout of a candidate, on an abstract mesh."""
+def layout_of(
+  candidate: Candidate, batch: frozenset[str], missing_axis: Literal['error', 'drop'] = 'error'
+) -> Layout:
+  """The layout of a candidate, on an abstract mesh, with this policy for names in boxes of mesh axes."""
   names = axis_names(candidate, batch)
   sizes = {name: axis.size for name, axis in zip(names, candidate.axes, strict=True)}
-  return Layout(abstract_mesh(sizes), rules_of(candidate, batch))
+  return Layout(abstract_mesh(sizes), rules_of(candidate, batch), missing_axis=missing_axis)
 
 
 def text_of(candidate: Candidate, batch: frozenset[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.compare.lowering import abstract_state
 from flax_spmd._src.compare.train_step import TrainStepLike, train_step_on
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
@@ -49,6 +50,7 @@ class ModelFacts(NamedTuple):
     paths: for a model without names, its kinds of parameters.
     batch_elements: number of elements of all arrays of the batch.
     arrays: paths of the arrays of the state.
+    as_axes: logical names in boxes of mesh axes, such as those of `with_partitioning`.
   """
 
   names: Mapping[str, tuple[int, ...]]
@@ -59,6 +61,7 @@ class ModelFacts(NamedTuple):
   paths: tuple[PathKind, ...] = ()
   batch_elements: int = 1
   arrays: tuple[str, ...] = ()
+  as_axes: frozenset[str] = frozenset()
 
   def divides(self, name: str, shards: int) -> bool:
     """Whether every dimension with a name is divisible into this number of shards."""
@@ -89,10 +92,13 @@ def facts_of(
   """
   layout = Layout(abstract_mesh(axes or {'all': 1}))
   train_step = train_step_on(layout, train_step)
-  state = layout.abstract(train_step.create, *train_step.args)
+  if axes or names is not None:
+    state, layout, as_axes = abstract_state(train_step, layout)
+  else:  # a name in a box of mesh axes may be the axis of a mesh that is not known
+    state, as_axes = layout.abstract(train_step.create, *train_step.args), frozenset[str]()
   rows, parts = layout.rows(state), leaf_parts(state)
   if names is None:
-    names, parameters, together = _names_of_state(rows)
+    names, parameters, together = _names_of_state(rows, as_axes)
   first = _batch_names(train_step.placements) | of_batch
   leaves = jax.tree.leaves(train_step.batch)
   sizes = tuple(sorted({leaf.shape[0] for leaf in leaves if getattr(leaf, 'shape', ())}))
@@ -108,11 +114,12 @@ def facts_of(
     paths,
     max(1, elements),
     tuple(row.path for row in rows),
+    as_axes,
   )
 
 
 def _names_of_state(
-  rows: Sequence[Row],
+  rows: Sequence[Row], as_axes: frozenset[str]
 ) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[frozenset[str]]]:
   """`names`, `parameters` and `together` of a state."""
   sizes: dict[str, set[int]] = {}
@@ -121,7 +128,7 @@ def _names_of_state(
     logical = [
       (name, size)
       for name, size in zip(row.names or (), row.shape)
-      if isinstance(name, str) and row.logical
+      if isinstance(name, str) and (row.logical or name in as_axes)
     ]
     for name, size in logical:
       sizes.setdefault(name, set()).add(size)

@@ -24,8 +24,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
-from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.search.candidate import Candidate, Choices, layout_of, text_of
+from flax_spmd._src.search.candidate import Candidate, Choices, text_of
 from flax_spmd._src.search.selection import SLACK, Selection
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import Trials
@@ -177,7 +176,7 @@ class PipelineTrials(Trials):
 
   def row(self, candidate: Candidate) -> Pipeline:
     """The row of a comparison that compiles a candidate."""
-    return self._pipeline(self._layout(layout_of(candidate, self.batch)))
+    return self._pipeline(self._layout(self.layout(candidate)))
 
   def _layout(self, of_rank: Layout) -> Layout:
     """The layout on all devices."""
@@ -195,7 +194,7 @@ class PipelineTrials(Trials):
     """Estimates the steps of the first candidates without a pipeline at the same time."""
     self._plain.prepare(candidates, most, partition=partition)
 
-  def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
+  def with_rules(self, candidate: Candidate, rules: Sequence[Any]) -> Outcome:
     """The rough estimate of a candidate with another rule table on its mesh."""
     return self._pipelined(candidate, self._plain.with_rules(candidate, rules))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flax_spmd._src.compare.outcome import Outcome
-from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.result import RuleEffect
 from flax_spmd._src.search.trials import Trials, expected_seconds
@@ -16,7 +15,7 @@ def rule_effects(candidate: Candidate, trials: Trials) -> list[RuleEffect]:
     return []
   clauses = whole.layout.rules.clauses
   return [
-    _effect(clause, whole, trials.with_rules(candidate, Rules(*clauses[:n], *clauses[n + 1 :])))
+    _effect(clause, whole, trials.with_rules(candidate, (*clauses[:n], *clauses[n + 1 :])))
     for n, clause in enumerate(clauses)
   ]
 

@@ -30,12 +30,12 @@ from flax_spmd._src.compare.pipeline_lowering import Pipeline
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import target_devices
 from flax_spmd._src.estimate.estimator import BegunEstimate, Estimator, begin_estimate
+from flax_spmd._src.estimate.name_mesh import OWN_AXES
 from flax_spmd._src.estimate.partitioned_step import PartitionedStep
 from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
-from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.search.candidate import Candidate, Choices, layout_of, text_of
+from flax_spmd._src.search.candidate import Candidate, Choices, layout_of, may_be_axis, text_of
 from flax_spmd._src.search.corrections import corrected
 from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
@@ -150,9 +150,10 @@ class TaskVariant(NamedTuple):
   def on(self, target: Target) -> TaskVariant:
     """The variant on another number of the same chips; it is not lowered again."""
     task = self.task._replace(target=target)
-    if self.cache is None:
+    if self.cache is None or self.estimator is None:
       return self._replace(task=task)
-    return self._replace(task=task, cache=open_cache(_identity(task, self.facts), target, task.fresh))
+    identity = _identity(task, self.facts, self.estimator)
+    return self._replace(task=task, cache=open_cache(identity, target, task.fresh))
 
 
 def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
@@ -166,10 +167,24 @@ def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
       return TaskVariant(task, None, _facts_without_estimator(task), None, str(error).splitlines()[0])
     if estimator.reason:
       return TaskVariant(task, estimator, _facts_without_estimator(task), None)
-    found = estimator.names, estimator.parameter_names, estimator.together, estimator.batch_names
-    facts = facts_of(task.train_step, {}, *found)
-    cache = open_cache(_identity(task, facts), task.target, task.fresh)
+    if any(map(may_be_axis, estimator.names_as_axes.difference(task.axes))):
+      return TaskVariant(task, None, _facts_without_estimator(task), None, OWN_AXES.splitlines()[0])
+    facts = _facts_of(task, estimator)
+    cache = open_cache(_identity(task, facts, estimator), task.target, task.fresh)
   return TaskVariant(task, estimator, facts, cache)
+
+
+def _facts_of(task: SearchTask, estimator: Estimator) -> ModelFacts:
+  """The facts of a model with an estimator, among whose names are mesh axes of boxes."""
+  axes = estimator.names_as_axes & task.axes.keys()
+  return facts_of(
+    task.train_step,
+    task.axes if estimator.names_as_axes else {},
+    {name: sizes for name, sizes in estimator.names.items() if name not in axes},
+    estimator.parameter_names - axes,
+    frozenset(pair for pair in estimator.together if not pair & axes),
+    estimator.batch_names,
+  )
 
 
 def _facts_without_estimator(task: SearchTask) -> ModelFacts:
@@ -188,13 +203,13 @@ def _facts_without_estimator(task: SearchTask) -> ModelFacts:
 _AXES = (
   'The model cannot be built {problem}: {error}\n'
   'Fix: pass mesh= or pin= to search, which name axes that each of its meshes has; a model that holds a mesh is built for each of '
-  'these by a function of the layout, lambda layout: TrainStep(...). Logical names belong into with_logical_partitioning.'
+  'these by a function of the layout, lambda layout: TrainStep(...).'
 )
 
 
-def _identity(task: SearchTask, facts: ModelFacts) -> str:
+def _identity(task: SearchTask, facts: ModelFacts, estimator: Estimator) -> str:
   """A digest of the program and its logical names, lowered on a mesh with an axis for each name."""
-  names = [name for name in facts.names if name != 'devices']
+  names = sorted({*facts.names, *estimator.names_as_axes} - {'devices'})
   mesh = abstract_mesh({**dict.fromkeys(names, 1), 'devices': task.target.devices})
   layout = Layout(mesh, tuple((name, name) for name in names))
   program = lower(task.train_step, layout, task.target, with_findings=False)
@@ -265,7 +280,7 @@ class Trials:
     """The estimate of a candidate; the compiled outcome if there is no estimator."""
     if candidate not in self.estimated:
       variant = self.variant(candidate.choices)
-      layout, name = layout_of(candidate, self.batch), self.name(candidate)
+      layout, name = self.layout(candidate), self.name(candidate)
       if variant.estimator is None:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
@@ -311,7 +326,7 @@ class Trials:
   ) -> tuple[EstimateCache, str, BegunEstimate] | None:
     """An estimate for a worker, with its cache and name; None of one that is cached, or for which there is none."""
     variant = self.variant(candidate.choices)
-    layout, name = layout_of(candidate, self.batch), self.name(candidate)
+    layout, name = self.layout(candidate), self.name(candidate)
     source = PARTITIONED if partition else ESTIMATED
     if variant.cache is None or variant.estimator is None or variant.cache.get(name, layout, source):
       return None
@@ -341,7 +356,7 @@ class Trials:
     self.outcome(candidate)
     if candidate in self.partitioned:
       return
-    variant, layout = self.variant(candidate.choices), layout_of(candidate, self.batch)
+    variant, layout = self.variant(candidate.choices), self.layout(candidate)
     self.partitioned[candidate] = self._estimate(variant, self.name(candidate), layout, True)
     self._known[self._key(candidate)] = candidate
     self._update(candidate)
@@ -410,9 +425,9 @@ class Trials:
     batch = variant.facts.batch_elements / self.first.facts.batch_elements
     return [one._replace(batch=batch, fits=not one.error and fits(one, self.memory)) for one in outcomes]
 
-  def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
+  def with_rules(self, candidate: Candidate, rules: Sequence[Any]) -> Outcome:
     """The estimate of a candidate with another rule table on its mesh."""
-    layout = layout_of(candidate, self.batch).replace(rules=rules)
+    layout = self.layout(candidate).replace(rules=rules)
     variant = self.variant(candidate.choices)
     return self._corrected(self._estimate(variant, '', layout), variant)
 
@@ -446,9 +461,13 @@ class Trials:
     """The name of a candidate's outcome."""
     return text_of(candidate, self.batch)
 
+  def layout(self, candidate: Candidate) -> Layout:
+    """The layout of a candidate; it drops names in boxes of mesh axes that have no rule, if the model has such names."""
+    return layout_of(candidate, self.batch, 'drop' if self.first.facts.as_axes else 'error')
+
   def row(self, candidate: Candidate) -> Layout | Pipeline:
     """The row of a comparison that compiles a candidate."""
-    return layout_of(candidate, self.batch)
+    return self.layout(candidate)
 
   def variant(self, choices: Choices) -> TaskVariant:
     """The task under a choice of arguments, lowered once."""
