@@ -1082,6 +1082,12 @@ def test_values_that_a_search_cannot_use():
     'TrainStep.args is 0, of type int.\n'
     'Fix: pass the arguments of create as a tuple, TrainStep(step, create, batch, args=(key,)).'
   )
+  for donate in ('False', 0, (0,), None):
+    call = functools.partial(spmd.search, train_step._replace(donate=donate), 'cpu:8')
+    assert text_of(errors.ArgumentTypeError, call) == (
+      f'TrainStep.donate is {donate!r}, of type {type(donate).__name__}.\n'
+      'Fix: pass True, which donates the state to the step, or False.'
+    )
 
 
 def test_place_with_of_other_values():

@@ -595,3 +595,9 @@ def texts_and_costs(names, mesh):
 def test_names_may_be_members_of_an_enum(mesh):
   """They are plain strings, in texts too: that of a checkpoint could not be read again, and a search aborted in MLIR."""
   assert texts_and_costs(Axis, mesh) == texts_and_costs(PLAIN, mesh)
+
+
+def test_the_fix_for_an_axis_name_without_a_rule_has_a_plain_mesh_axis():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), (Axis.DATA, Axis.MODEL))
+  with pytest.raises(spmd.errors.UnmatchedNameError, match=r"such as \('examples', 'data'\)\."):
+    spmd.Layout(mesh, ()).jit(lambda x: x, axis_name='examples')(jnp.ones(8))

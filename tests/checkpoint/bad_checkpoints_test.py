@@ -341,7 +341,9 @@ def test_packed_leaves_longer_than_the_file(changed):
 # -- names in Orbax's own metadata
 
 
-@pytest.mark.parametrize('name', ['..', '../../etc/passwd', '/etc/passwd', 'a/../../b', 'x\\..\\y'])
+@pytest.mark.parametrize(
+  'name', ['..', '../../etc/passwd', '/etc/passwd', 'a/../../b', 'x\\..\\y', "'/../"]
+)
 @pytest.mark.parametrize('field', ['name', 'key'])
 def test_names_that_lead_out_of_the_folder(changed, text_of, name, field):
   def edit(content):

@@ -208,6 +208,25 @@ def test_one_array_without_a_container(tmp_path, writer):
     np.testing.assert_array_equal(array, np.arange(8))
 
 
+STRANGE_KEYS = ('', '\u200bx', "it's", '"', 'a\\b', 'a\nb', '\xad', 'é')
+
+
+@pytest.mark.parametrize('writer', [by_standard, by_pytree])
+def test_strange_keys(tmp_path, writer):
+  state = {key: np.arange(8, dtype=np.float32) + number for number, key in enumerate(STRANGE_KEYS)}
+  state = {
+    '': {**state, '': dict(state)},
+    'list': [{'': state['é']}, state['é'] + 1],
+    **dict(list(state.items())[1:]),
+  }
+  path = writer(tmp_path, state)
+  for restored in (
+    checkpoint.restore(path, layout=OTHER),
+    checkpoint.restore(path, OTHER.abstract(lambda: state)),
+  ):
+    assert_equal(restored, state)
+
+
 def test_a_number_that_does_not_fit(tmp_path):
   path = by_standard(tmp_path, {'step': 300, 'w': np.ones(8, np.float32)})
   target = OTHER.abstract(lambda: {'step': jnp.int8(0), 'w': jnp.ones(8)})

@@ -275,7 +275,8 @@ def of_record(record: Record, layout: Layout, changes: Changes, boxed: bool) -> 
   """
   leaves = changed_leaves(record, changes)
   _warn_of_typos(leaves.values(), layout)
-  tree = _nested({path: _box(leaf) for path, leaf in leaves.items()}, _list_lengths(record.skeleton))
+  boxes = {_keys_of(path): _box(leaf) for path, leaf in leaves.items()}
+  tree = _nested(boxes, _list_lengths(record.skeleton))
   flat = skeleton.flatten(box_trees.plain(tree))
   shardings = jax.tree.leaves(layout.sharding(tree))
   sharded = {
@@ -370,32 +371,37 @@ def _recast(leaf: LeafRecord, changes: Changes) -> LeafRecord:
   return leaf
 
 
-def _list_lengths(structure: Skeleton, path: str = '') -> dict[str, int]:
-  """The length of each list of a skeleton, by path."""
-  lengths = {path: len(structure)} if isinstance(structure, list) else {}
+def _keys_of(path: str) -> tuple[str, ...]:
+  return () if path == skeleton.ROOT else tuple(path.split('/'))
+
+
+def _list_lengths(structure: Skeleton, keys: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+  """The length of each list of a skeleton, by its keys."""
+  lengths = {keys: len(structure)} if isinstance(structure, list) else {}
   for name, child in skeleton.children(structure):
-    lengths |= _list_lengths(child, f'{path}/{name}' if path else name)
+    lengths |= _list_lengths(child, (*keys, name))
   return lengths
 
 
-def _nested(boxes: Mapping[str, Any], lengths: Mapping[str, int], path: str = '') -> Any:
-  """A tree of dicts and lists from leaves by path.
+def _nested(
+  boxes: Mapping[tuple[str, ...], Any],
+  lengths: Mapping[tuple[str, ...], int],
+  keys: tuple[str, ...] = (),
+) -> Any:
+  """A tree of dicts and lists from leaves by their keys, which may be empty.
 
   Args:
-    boxes: leaves below `path`, by path.
-    lengths: length of each list, by path.
-    path: path of the tree's root.
+    boxes: leaves below `keys`, by their keys.
+    lengths: length of each list, by its keys.
+    keys: keys of the tree's root.
   """
-  if path in boxes or skeleton.ROOT in boxes:
-    return boxes.get(path, boxes.get(skeleton.ROOT))
-  groups: dict[str, dict[str, Any]] = {}
-  start = len(path) + 1 if path else 0
-  for leaf_path, box in boxes.items():
-    groups.setdefault(leaf_path[start:].partition('/')[0], {})[leaf_path] = box
-  children = {
-    name: _nested(inner, lengths, f'{path}/{name}' if path else name) for name, inner in groups.items()
-  }
-  length = lengths.get(path)
+  if keys in boxes:
+    return boxes[keys]
+  groups: dict[str, dict[tuple[str, ...], Any]] = {}
+  for leaf_keys, box in boxes.items():
+    groups.setdefault(leaf_keys[len(keys)], {})[leaf_keys] = box
+  children = {name: _nested(inner, lengths, (*keys, name)) for name, inner in groups.items()}
+  length = lengths.get(keys)
   if length is None or not all(name.isdecimal() and int(name) < length for name in children):
     return children
   return [children.get(str(index)) for index in range(length)]

@@ -19,6 +19,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from flax_spmd._src.jit.foreign_meshes import explained_mesh_errors
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.layout import Layout
@@ -130,13 +132,19 @@ def check_step(step: Any) -> None:
 
 
 def _check_functions(train_step: TrainStep) -> None:
-  """Raises unless the functions of a `TrainStep` can be called as it calls them."""
+  """Raises unless the functions of a `TrainStep` can be called as it calls them, and `donate` is a boolean."""
   check_step(train_step.step)
   create, args = train_step.create, train_step.args
   if not isinstance(args, Sequence) or isinstance(args, str):
     raise ArgumentTypeError(
       f'TrainStep.args is {value_text(args)}, of type {type(args).__name__}.\n'
       'Fix: pass the arguments of create as a tuple, TrainStep(step, create, batch, args=(key,)).'
+    )
+  donate = train_step.donate
+  if not isinstance(donate, bool | np.bool_):
+    raise ArgumentTypeError(
+      f'TrainStep.donate is {value_text(donate)}, of type {type(donate).__name__}.\n'
+      'Fix: pass True, which donates the state to the step, or False.'
     )
   count = len(args)
   if not _accepts(create, count):

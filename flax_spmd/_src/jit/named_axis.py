@@ -32,7 +32,7 @@ from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import value_text
+from flax_spmd._src.text import plain_strings, value_text
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import (
   LayoutError,
@@ -206,7 +206,7 @@ class _Groups(NamedTuple):
       raise UnmatchedNameError(
         f'axis_name {value_text(name)} has no rule, and is no axis of the mesh {describe(mesh)}.'
         + did_you_mean(name, [*rules.by_name, *sizes])
-        + f'\nFix: add a rule with the mesh axes of the batch, such as ({value_text(name)}, {value_text(mesh.axis_names[0])}).'
+        + f'\nFix: add a rule with the mesh axes of the batch, such as ({value_text(name)}, {plain_strings(mesh.axis_names[0])!r}).'
       )
     return cls(name, axes, math.prod(sizes[axis] for axis in axes), mesh)
 

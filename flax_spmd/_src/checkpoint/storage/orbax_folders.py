@@ -5,6 +5,7 @@ Anyone may have written or damaged them: sizes and names are checked before they
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ def check_names(path: epath.Path, part: str | None) -> None:
   file = (path / part if part else path) / TREE_METADATA
   content = read_metadata(file, path).get('tree_metadata') or {}
   for key, entry in content.items() if isinstance(content, dict) else ():
-    if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(entry)])):
+    if any(map(_leads_out, [*_names_in(key), *_keys(entry)])):
       raise CheckpointDamagedError(
         f'Checkpoint {path} has a leaf named {key}, which leads out of its folder.\n'
         'Fix: do not use this checkpoint; none of its arrays were read.'
@@ -141,6 +142,21 @@ def _keys(entry: Any) -> list[str]:
   """The keys on the way to a leaf, which Orbax stores beside the leaf's own name."""
   keys = entry.get('key_metadata') if isinstance(entry, dict) else None
   return [str(key.get('key')) for key in keys or () if isinstance(key, dict)]
+
+
+def _names_in(key: str) -> list[str]:
+  """The names in the key of an entry: a tuple as Python writes it, with its escapes; else the parts between quotes."""
+  if re.fullmatch(rf'\({_LITERAL}(?:, {_LITERAL})*,?\)', key):
+    try:
+      return [
+        *map(ast.literal_eval, re.findall(_LITERAL, key))
+      ]  # never a nested value, which may end the process
+    except (SyntaxError, ValueError):
+      pass
+  return re.split(r"'(?:, ')?", key)
+
+
+_LITERAL = r"""(?:'(?:[^'\\\n]|\\[^\n])*'|"(?:[^"\\\n]|\\[^\n])*")"""
 
 
 def _leads_out(name: str) -> bool:
