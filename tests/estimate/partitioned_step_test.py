@@ -15,7 +15,11 @@ from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.doubts import UNCHECKED
 from flax_spmd._src.estimate.estimator import TPU_DOUBT, Estimator
-from flax_spmd._src.estimate.partitioned_step import PartitionedStep, partitioned_step
+from flax_spmd._src.estimate.partitioned_step import (
+  PartitionedStep,
+  is_as_slow_as_compilation,
+  partitioned_step,
+)
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd.explore import TrainStep, compare, parse_target
 from tests.estimate.partitioners import replace_partitioner
@@ -216,6 +220,16 @@ def test_a_step_with_an_axis_name_computes_the_parts_of_its_layout(whole_steps, 
       assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01), compiled.name
 
 
+def test_a_step_is_traced_once_for_each_number_of_groups():
+  train, calls = in_groups('batch'), []
+  estimator = Estimator(train._replace(step=lambda *args: calls.append(args) or train.step(*args)))
+  calls.clear()
+  for size in (2, 4, 8, 4, 2):
+    layout = spmd.Layout(spmd.abstract_mesh({'a': size}), (('batch', 'a'),))
+    estimator.estimate(layout, f'h100:{size}', partition=False)
+  assert len(calls) == 3
+
+
 @pytest.mark.usefixtures('gpu_compiler')
 def test_convolutions_of_groups_are_partitioned_and_else_in_doubt(whole_steps):
   """Their gradients are in a shard_map, one kernel for each group."""
@@ -298,6 +312,9 @@ def test_a_softmax_that_decides_the_memory_is_fused_into_one_kernel(whole_steps,
   train = TrainStep(step, create, jax.ShapeDtypeStruct((8192, 64), jnp.bfloat16))
   [compiled] = compare(train, {'data': DATA}, 'h100:8')
   assert_alike(Estimator(train).estimate(DATA, 'h100:8'), compiled)
+  [small] = compare(in_groups('batch'), {'data': DATA}, 'h100:8')
+  target = parse_target('h100:8')
+  assert [is_as_slow_as_compilation(target, one) for one in (compiled, small)] == [True, False]
 
 
 def assert_alike(outcome, compiled, *, memory=0.002):

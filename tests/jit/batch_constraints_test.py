@@ -13,6 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.lowering import lower
+from flax_spmd._src.jit.batch_constraints import shared_larger_programs
+from flax_spmd.explore import TrainStep, parse_target
 
 FSDP = spmd.presets.fsdp(min_size=64)
 LAYOUT = spmd.Layout({'data': 8}, FSDP)
@@ -582,6 +585,32 @@ def test_the_traces_leave_nothing_behind():
   result = LAYOUT.jit(step)(w, X)
   np.testing.assert_allclose(result(), product(W, X), rtol=1e-5)
   assert sizes == [16, 32, 16]
+
+
+@pytest.mark.parametrize(('model', 'of_mesh'), [('unrolled', False), ('functions', True)])
+def test_several_layouts_share_the_trace_for_twice_the_batch(model, of_mesh):
+  """The programs are those of each layout alone, also of a step that is another one on some meshes."""
+  create, plain = MODELS[model]
+  meshes, traces = [{'data': 8}, {'data': 4, 'model': 2}, {'data': 2, 'model': 4}], []
+  mesh = {}
+
+  def step(state, batch):
+    traces.append(len(batch[0]))
+    x = batch[0] @ jnp.ones((32, 32)) if of_mesh and mesh.get('model') == 2 else batch[0]
+    return plain(state, x, batch[1]) if model == 'functions' else plain(state, (x, batch[1]))
+
+  def lowered(sizes):
+    mesh.clear()
+    mesh.update(sizes)
+    train = TrainStep(step, create, (X, Y))
+    return lower(train, spmd.Layout(spmd.abstract_mesh(sizes), FSDP), parse_target('cpu:8')).identity
+
+  alone = [*map(lowered, meshes)]
+  assert traces == [16, 32, 16] * 3
+  traces.clear()
+  with shared_larger_programs():
+    assert [*map(lowered, meshes)] == alone
+  assert traces == ([16, 32, 16] * 3 if of_mesh else [16, 32, 16, 16, 16])
 
 
 def test_a_step_that_refuses_a_second_trace():

@@ -1,6 +1,7 @@
 """The search with a formula as its estimator, so that the best layout is known."""
 
 import functools
+import gzip
 import html
 import json
 import math
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.compilation import CompileResult
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.outcome import Memory
 from flax_spmd._src.hlo.collectives import Collective
@@ -346,12 +348,36 @@ def test_the_best_are_partitioned_until_no_estimate_is_better(monkeypatch, seed)
   assert min(map(expected_seconds, others)) > 0.8 * expected_seconds(result.best)
 
 
-@pytest.mark.parametrize('target, is_partitioned', [('h100:8', True), ('v5e:2x4', False)])
+SOFTMAX = """\
+HloModule step
+
+ENTRY %step {
+  %chances = f32[ROWS,4096]{1,0} parameter(0)
+  %sums = f32[ROWS]{0} parameter(1)
+  %each = f32[ROWS,4096]{1,0} broadcast(%sums), dimensions={0}
+  %quotient = f32[ROWS,4096]{1,0} divide(%chances, %each)
+  ROOT %result = bf16[ROWS,4096]{1,0} convert(%quotient)
+}
+"""
+
+
+@pytest.mark.parametrize(
+  'target, rows, is_partitioned',
+  [('h100:8', 1024, False), ('h100:8', 1, True), ('h100:8', None, True), ('v5e:2x4', None, False)],
+)
 def test_what_is_compiled_next_is_partitioned_only_where_that_is_far_quicker(
-  monkeypatch, target, is_partitioned
+  monkeypatch, tmp_path, target, rows, is_partitioned
 ):
+  """To fuse a softmax that can decide the memory takes most of a compilation; one of a row cannot."""
   partitioning(monkeypatch, 0)
   monkeypatch.setattr(search_module, 'check_compiler', lambda target: None)
+  (file := tmp_path / 'hlo.gz').write_bytes(gzip.compress(SOFTMAX.replace('ROWS', str(rows)).encode()))
+  program = CompileResult(None, {}, None, None, [], 0.0, 0.0, 0, False, file if rows else None)
+  compared = lambda *args, **options: Comparison(
+    spmd.explore.parse_target(target),
+    [one._replace(compiled=program) for one in compiling(*args, **options)],
+  )
+  monkeypatch.setattr(trials, 'compare', compared)
   calls = []
   estimate = Formula.estimate
   monkeypatch.setattr(

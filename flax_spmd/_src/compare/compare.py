@@ -30,6 +30,7 @@ from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline, Pipeline, 
 from flax_spmd._src.compare.pipeline_outcome import pipeline_outcome
 from flax_spmd._src.compare.step_outcome import argument_bytes, host_bytes, step_outcome
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
+from flax_spmd._src.jit.batch_constraints import shared_larger_programs
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
 from flax_spmd._src.public import public
@@ -94,7 +95,8 @@ def compare(
   parsed, rows = parse_target(target, hardware), _named(layouts)
   if any(isinstance(row, Layout) for row in rows.values()):
     check_compiler(parsed)  # before tracing; a pipeline's target, a rank's share, is checked after it
-  lowered, failed = _lower_rows(train_step, rows, parsed)
+  with shared_larger_programs():
+    lowered, failed = _lower_rows(train_step, rows, parsed)
   work = {name: _compile_jobs(one, parsed, parallel) for name, one in lowered.items()}
   every, finished = [job for each in work.values() for job in each], itertools.count(1)
   with progress(show, len(every), f'compiling for {parsed.text}') as update:

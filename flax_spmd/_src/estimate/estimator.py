@@ -131,7 +131,7 @@ class Estimator:
     self._given, self._platform = train_step, platform
     try:
       mlir.check_jaxlib()
-      self._lower(1)
+      self._lower(1, None)
       self._by_groups = {1: self}
     except EstimatorError as error:
       self.reason, _, fix = str(error).rpartition('\n')
@@ -147,9 +147,9 @@ class Estimator:
       fix = fix.replace(_COMPARE, install)
     return EstimatorError(f'{self.reason}\n{fix}')
 
-  def _lower(self, groups: int) -> None:
+  def _lower(self, groups: int, known: NamedLowering | None) -> None:
     self._groups = groups
-    self._lowering = lower_on_names(self._given, self._platform, groups)
+    self._lowering = lower_on_names(self._given, self._platform, groups, known)
     self._train_step, self.names_as_axes = self._lowering.train_step, self._lowering.as_axes
     state = arrays_of(self._lowering.state)
     self.parameter_names = frozenset(
@@ -268,7 +268,7 @@ class Estimator:
     if number not in self._by_groups:
       other = copy.copy(self)
       try:
-        other._lower(number)
+        other._lower(number, self._lowering)
       except EstimatorError:
         other = self._by_groups[1]
       self._by_groups[number] = other

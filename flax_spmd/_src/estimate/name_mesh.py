@@ -149,7 +149,9 @@ class NamedLowering(NamedTuple):
       return _lowered_on(self.layout, self.train_step, self.platform, self.as_axes, batch)
 
 
-def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) -> NamedLowering:
+def lower_on_names(
+  train_step: TrainStepLike, platform: str, groups: int = 1, known: NamedLowering | None = None
+) -> NamedLowering:
   """Traces a step to record its logical names, and lowers it on a mesh of these names.
 
   Args:
@@ -157,6 +159,7 @@ def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) ->
     platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
     groups: number of parts of the batch that a step with an axis name computes apart. The axis of that name has this
       size.
+    known: the step lowered for another number of groups, whose names are the same.
 
   Raises:
     EstimatorError: the step or the state uses mesh axes, or calls Python in a fixed order.
@@ -165,9 +168,9 @@ def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) ->
   """
   with target_devices(platform):
     if isinstance(train_step, TrainStep):
-      return _lowered(train_step, platform, groups)
+      return _lowered(train_step, platform, groups, known)
     try:
-      return _lowered(train_step, platform, groups)
+      return _lowered(train_step, platform, groups, known)
     except Exception as error:  # a true error of the step is raised again when it is compiled
       if groups > 1 or isinstance(error, EstimatorError):  # with one group, the model was built
         raise
@@ -175,8 +178,14 @@ def lower_on_names(train_step: TrainStepLike, platform: str, groups: int = 1) ->
       raise EstimatorError(_OF_A_MESH.format(error=text)) from error
 
 
-def _lowered(train_step: TrainStepLike, platform: str, groups: int) -> NamedLowering:
-  names, as_axes, axis_name = _names_of(train_step)
+def _lowered(
+  train_step: TrainStepLike, platform: str, groups: int, known: NamedLowering | None
+) -> NamedLowering:
+  if known is None:
+    names, as_axes, axis_name = _names_of(train_step)
+  else:
+    names = {*known.layout.mesh.axis_names} - {_SPARE_AXIS}
+    as_axes, axis_name = known.as_axes, known.train_step.axis_name
   sizes = {name: groups if name == axis_name else 1 for name in sorted(names)}
   layout = Layout(abstract_mesh(sizes | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in sizes)))
   with _explained() if as_axes else contextlib.nullcontext():

@@ -18,6 +18,7 @@ stays as it is.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -52,8 +53,28 @@ class _Unlike(Exception):
   """Raised where two traces of one function have different operations."""
 
 
+# by the user's function and the types of its arguments, while several layouts are tried
+_larger_programs: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar(
+  'larger programs', default=None
+)
+
+
+@contextlib.contextmanager
+def shared_larger_programs() -> Iterator[None]:
+  """Traces a function for twice its batch once in the block, not under each layout."""
+  token = _larger_programs.set({} if (outer := _larger_programs.get()) is None else outer)
+  try:
+    yield
+  finally:
+    _larger_programs.reset(token)
+
+
 def with_batch_constraints(
-  fn: Callable[[list[Any]], Any], batch: BatchLeaves, mesh: MeshLike
+  fn: Callable[[list[Any]], Any],
+  batch: BatchLeaves,
+  mesh: MeshLike,
+  of_user: Any = None,
+  restore: Callable[[list[Any]], Any] = lambda leaves: None,
 ) -> Callable[[list[Any]], Any]:
   """A function with its batch dimensions constrained.
 
@@ -61,23 +82,42 @@ def with_batch_constraints(
     fn: function of a list of arrays, all of which are traced.
     batch: the positions of the batch in that list, and its mesh axes.
     mesh: mesh of the constraints.
+    of_user: the user's function that `fn` calls, under every layout the same; None if `fn` is not to be traced less often.
+    restore: called with the arrays after a trace for twice the batch.
   """
 
   def constrained(leaves: list[Any]) -> Any:
-    larger = size = None
     if batch.is_throughout:
-      larger = _larger(fn, batch, leaves)
-      size = _own_size(batch, leaves) if larger is None else None
-      if larger is None and size is None:
+      return throughout(leaves)
+    program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
+    # a call of the function would trace it again: to JAX, a constrained array is of another type
+    leaves = [
+      _sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
+
+  def throughout(leaves: list[Any]) -> Any:
+    shared = _larger_programs.get() if of_user is not None else None
+    known = {} if shared is None else shared
+    key = of_user, batch.leaves, batch.dimension, tuple((one.shape, one.dtype) for one in leaves)
+    is_of_another = key in known
+    if not is_of_another:
+      known[key] = _larger(fn, batch, leaves)
+      with contextlib.suppress(Exception):
+        restore(leaves)
+    larger = known[key]
+    size = _own_size(batch, leaves) if larger is None else None
+    if larger is None:
+      del known[key]  # the next layout may have one
+      if size is None:
         return fn(leaves)
     program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
-    if batch.is_throughout:
-      with contextlib.suppress(_Unlike):
-        program = _Writer(batch, mesh, size).rewritten(program, program if larger is None else larger)
-    else:  # a call of the function would trace it again: to JAX, a constrained array is of another type
-      leaves = [
-        _sharded(leaf, batch, mesh) if at in batch.leaves else leaf for at, leaf in enumerate(leaves)
-      ]
+    try:
+      program = _Writer(batch, mesh, size).rewritten(program, program if larger is None else larger)
+    except _Unlike:
+      if is_of_another:  # a step that depends on the mesh, say
+        del known[key]
+        return throughout(leaves)
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
   return constrained

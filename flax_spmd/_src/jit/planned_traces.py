@@ -196,11 +196,18 @@ class TracedFunction:
       positional, named = filled(leaves)
       return planned(*positional, **named)
 
-    rewritten = of_leaves if batch is None else with_batch_constraints(of_leaves, batch, self._mesh)
+    def restore(leaves: Any) -> None:
+      jax.eval_shape(lambda leaves: self._under_layout(*filled(leaves)), leaves)
+
+    rewritten = (
+      of_leaves
+      if batch is None
+      else with_batch_constraints(of_leaves, batch, self._mesh, self._fn, restore)
+    )
     result = (with_late_fetches(rewritten) if fetches else rewritten)(leaves)
-    if fetches or (batch is not None and batch.is_throughout):
+    if fetches:
       with contextlib.suppress(Exception):
-        jax.eval_shape(lambda leaves: self._under_layout(*filled(leaves)), leaves)
+        restore(leaves)
     return result
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.estimate.partitioned_step import is_as_slow_as_compilation
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import BudgetSpent, descend
@@ -168,9 +169,10 @@ class SearchRun:
   def _partition(self) -> None:
     """Partitions the best candidates, until the best of all are among those: their collectives are then exact.
 
-    To partition a step for TPUs takes nearly as long as to compile it, which follows unless `top` is 0.
+    Not where that takes as long as to compile a step, which follows unless `top` is 0.
     """
-    is_slow = self.limits.top and self.space.target.chip.platform == 'tpu'
+    compiled = self.compiled.values() if self.limits.top else ()
+    is_slow = any(is_as_slow_as_compilation(self.space.target, one) for one in compiled)
     for _ in range(_ROUNDS if self.trials.has_partitioner and not is_slow else 0):
       selected = self._selected() if self.limits.top else self._selection.shown()
       new = [one for one in selected if one not in self.trials.partitioned]

@@ -27,6 +27,7 @@ from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.estimate.walk_workers import WalkWorkers
 from flax_spmd._src.jit.arguments import is_hashable
+from flax_spmd._src.jit.batch_constraints import shared_larger_programs
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.plan.placement_shardings import TYPO_WARNING
 from flax_spmd._src.public import public
@@ -163,7 +164,7 @@ def search(
   most = _MAX_COMPILED if first.reason else _MAX_PARTITIONED if first.partitions_each else candidates
   limit = min(candidates, most)
   run = SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show)
-  with contextlib.closing(workers), warnings.catch_warnings():
+  with contextlib.closing(workers), shared_larger_programs(), warnings.catch_warnings():
     # a candidate leaves out names on purpose, also those that resemble others
     warnings.filterwarnings('ignore', TYPO_WARNING)
     return run.run()
