@@ -519,10 +519,12 @@ def test_shards_of_a_cumulative_sum_exchange_their_totals():
   outcome = Estimator(scanned(lambda x: jnp.cumsum(x, 0))).estimate(DATA, TARGET, partition=False)
   [gathered] = [one for one in outcome.counts.collectives if one.kind == 'all-gather']
   totals, shard = 4 * EMBED, 4 * BATCH * EMBED / 8
-  assert gathered.bytes == (totals if jax.__version_info__ >= (0, 11) else shard)
+  assert gathered.bytes == (totals if jax.__version_info__ >= (0, 11, 2) else shard)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason='older versions of JAX gather the dimension')
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2), reason='older versions of JAX gather the dimension'
+)
 @pytest.mark.usefixtures('gpu_compiler')
 def test_the_loop_of_a_cumulative_sum_along_a_sharded_dimension_is_counted_and_named():
   """XLA for GPUs sums one element after another, with several kernels for each."""
