@@ -11,6 +11,7 @@ import nox
 nox.options.sessions = ['tests', 'lint', 'typecheck', 'layers', 'guides', 'docs']
 nox.options.default_venv_backend = 'venv'
 
+BETWEEN = ['0.11.0', '0.11.1', '0.11.2', '0.12.0']
 PYTHONS = ['3.11', '3.12', '3.13']
 # 3.13 has the JAX and the Flax of 3.12, so only tests that depend on the language run there, and `TAKEN_OVER`.
 SAME_JAX = (
@@ -163,6 +164,15 @@ def minimums(session):
   session.install('-e', '.', *GROUPS['test'], *oldest)
   print_versions(session)
   run_tests(session, *(session.posargs or QUICK))
+
+
+@nox.session(python='3.12')
+@nox.parametrize('jax', BETWEEN)
+def between(session, jax):
+  """The tests, on versions of JAX between the oldest and the newest."""
+  session.install('-e', '.', *GROUPS['test'], f'jax=={jax}', f'jaxlib=={jax}')
+  print_versions(session)
+  run_tests(session, *(session.posargs or ['-m', 'not exhaustive']))
 
 
 @nox.session(python='3.12')
