@@ -50,9 +50,6 @@ OPTIMIZERS = {name: made for name, make in public_functions() if (made := constr
 OPTIMIZERS |= {
   'small adafactor': optax.adafactor(1e-2, min_dim_size_to_factor=4),
   'short lbfgs': optax.lbfgs(memory_size=3),
-  'galore of rank 3': optax.contrib.galore(1e-2, rank=3),
-  'galore of rank 4': optax.contrib.galore(1e-2, rank=4),
-  'galore over sm3': optax.contrib.galore(1e-2, rank=4, base_optimizer=optax.scale_by_sm3()),
   'chain': optax.chain(
     optax.clip_by_global_norm(1.0), optax.scale_by_sm3(), optax.scale_by_factored_rms()
   ),
@@ -70,6 +67,9 @@ OPTIMIZERS |= {
   'sam': optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-2)),
   'flatten': optax.flatten(ADAM),
 }
+if galore := getattr(optax.contrib, 'galore', None):  # not in Optax 0.2.6
+  OPTIMIZERS |= {f'galore of rank {rank}': galore(1e-2, rank=rank) for rank in (3, 4)}
+  OPTIMIZERS['galore over sm3'] = galore(1e-2, rank=4, base_optimizer=optax.scale_by_sm3())
 
 SHAPES = {
   'w': (16, 32),
@@ -218,6 +218,7 @@ STATES = {
     'MultiSteps',
     'partition',
   )
+  if optimizer in OPTIMIZERS
   for params in PARAMETERS
 }
 

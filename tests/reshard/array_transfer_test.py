@@ -45,7 +45,8 @@ def states(draw):
     numbers = rng.integers(0, 256, (*shape, 4), dtype=np.uint8)
     dtype = draw(st.sampled_from(DTYPES))
     values = numbers.view(np.float32)[..., 0] if dtype != 'bool' else numbers[..., 0] > 128
-    values = np.clip(np.nan_to_num(values), -6e4, 6e4)  # within float16
+    most = 7 if 'int' in dtype else 6e4  # within int4, and float16
+    values = np.clip(np.nan_to_num(values), -most, most)
     state[key] = spmd.LogicallyPartitioned(values.astype(jnp.dtype(dtype)), tuple(names))
   return state
 
