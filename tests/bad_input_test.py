@@ -556,9 +556,6 @@ def test_leaves_that_no_device_can_hold(placement):
   assert abstract.startswith('w: ShapeDtypeStruct(shape=(8,), dtype=float32) is no array')
 
 
-@pytest.mark.skipif(
-  jax.__version_info__ < (0, 11, 1), reason='older versions of JAX end in a native crash themselves'
-)
 @pytest.mark.parametrize('calls', [1, 3])
 def test_a_state_that_was_donated_to_an_earlier_call(calls):
   """Named in a call that JAX dispatches by itself, too."""

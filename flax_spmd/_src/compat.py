@@ -1086,6 +1086,9 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
 # JAX 0.10 gives the operations of an inlined program the source line of its call. Can go with jax >= 0.12.
 KEEPS_LINES_INLINE = jax.__version_info__ >= (0, 12)
 
+ENDS_AT_DONATED = jax.__version_info__ < (0, 11, 1)
+"""Whether a call with an array that was donated to an earlier one may end the process; later versions raise an error."""
+
 JITS = frozenset({'jit', 'closed_call', 'eval_jaxpr'})
 """Names of the calls of a program; JAX 0.12 has `eval_jaxpr` in place of `closed_call`."""
 REMATS = frozenset({'remat2'})

@@ -48,7 +48,9 @@ def splash_flops(call: Instruction, inside: Computation, module: HloModule) -> f
     if kept is None or not all(sizes):
       return None
     scores = kept * math.prod(sizes)
-  of_queries, of_values = _PRODUCTS['dkv and dq' if phase == 'dkv' and len(call.shapes) > 2 else phase]
+  # the gradient of the queries is returned for each block of keys
+  has_dq = phase == 'dkv' and any(len(one.dims) > len(queries) for one in call.shapes)
+  of_queries, of_values = _PRODUCTS['dkv and dq' if has_dq else phase]
   width = of_queries * queries[-1] + of_values * values[-1]
   return 2.0 * math.prod(queries[:-2]) * scores * width
 

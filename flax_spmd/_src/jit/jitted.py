@@ -36,6 +36,7 @@ from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
+from flax_spmd._src.jit.donated_arguments import DonatedArguments, check_not_deleted
 from flax_spmd._src.jit.doubtful_operations import warn_of_doubtful_operations
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
@@ -146,6 +147,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     self._checked: set[int] = set()  # ids of the plans whose programs have been checked
     self._options = dict(options)
     self._arguments = Arguments.of(fn, options)
+    self._donated = DonatedArguments(fn, options) if compat.ENDS_AT_DONATED else None
     self._traced = TracedFunction(fn, in_force, self._arguments, self._options, stored_specs)
     self._planning = threading.RLock()
     self.functions: dict[JitProgram, Any] = {}
@@ -297,7 +299,13 @@ class Jitted(UnderLayout, Generic[P, Result]):
     call = function if self._check is None else functools.partial(repeated, function)
     if self._mesh_at_calls:
       call = functools.partial(self._in_scope, call)
+    if self._donated is not None:
+      call = functools.partial(self._with_checked_donations, call)
     return counted(self._mesh, call)
+
+  def _with_checked_donations(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    cast(DonatedArguments, self._donated).check(args, kwargs)
+    return call(*args, **kwargs)
 
   def _in_scope(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with self._scope():
@@ -351,6 +359,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
       if known and is_begun and prepared is args and named is kwargs:
         structure = functools.partial(self._arguments.structure, args, kwargs)
         self._steady.add(planned.function, structure, len(self.functions) == 1)
+      if is_begun and self._donated is not None:
+        check_not_deleted(self._arguments.dynamic(prepared, named))
+        self._donated.check(prepared, named)
       with planned_traces():
         apply = getattr(planned.function, method)
         return (counted(self._mesh, apply) if is_begun else apply)(*prepared, **named)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from flax_spmd._src import compat
-from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.jit.donated_arguments import DonatedArguments
 from flax_spmd._src.names.nnx_variables import (
   LeafNumber,
   attributes_as_keys,
@@ -140,13 +140,7 @@ class PureFunction:
   def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]):
     functools.update_wrapper(self, fn, updated=() if isinstance(fn, type) else ('__dict__',))
     self._fn = fn
-    self._donated = Arguments.of(
-      fn,
-      {
-        'static_argnums': options.get('donate_argnums'),
-        'static_argnames': options.get('donate_argnames'),
-      },
-    )
+    self._donated = DonatedArguments(fn, options)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Updated:
     """Runs the function on merged modules; called while JAX traces."""
@@ -178,8 +172,7 @@ class PureFunction:
 
   def _donated_arrays(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], bool]:
     """The ids of the variables in donated modules, and whether these have arrays that are in no variable."""
-    donated = [value for position, value in enumerate(args) if position in self._donated.positions]
-    donated += [value for name, value in kwargs.items() if name in self._donated.names]
+    donated = self._donated.of(args, kwargs)
     indices = compat.nnx_ref_map()
     arrays = _arrays(_split(donated, indices))
     variables = {id(node) for node, _ in indices.items() if compat.is_variable_type(type(node))}
