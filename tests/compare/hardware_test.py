@@ -250,9 +250,11 @@ def test_the_compiler_has_the_same_topologies(name, tpu_compiler):
 TOPOLOGIES = """
 import sys
 from jax.experimental import topologies
+from flax_spmd._src.compare.compile_worker import chips_per_host
 for text in sys.argv[1:]:
+  bounds = chips_per_host([*map(int, text.partition(':')[2].split('x'))])
   try:
-    topologies.get_topology_desc(platform='tpu', topology_name=text)
+    topologies.get_topology_desc(platform='tpu', topology_name=text, chips_per_host_bounds=bounds)
   except Exception:
     continue
   print(text)

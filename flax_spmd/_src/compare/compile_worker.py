@@ -142,10 +142,17 @@ def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
     return np.array(topology.devices).reshape(shape)
   options: dict[str, Any] = {'chip_config_name': 'megacore'} if target.chip.name in ('v4', 'v5p') else {}
   options |= {'num_slices': target.slices} if target.slices > 1 else {}
+  # that of 2 x 2 chips is assumed by JAX before 0.12 for a part of a host, too
+  options['chips_per_host_bounds'] = chips_per_host(target.topology)
   name = f'{target.chip.name}:{sizes}'
   topology = topologies.get_topology_desc(platform='tpu', topology_name=name, **options)
   axes = {f'axis {number}': size for number, size in enumerate(shape)}
   return make_mesh(axes, devices=topology.devices, split_physical_axes=True).devices
+
+
+def chips_per_host(torus: Sequence[int]) -> list[int]:
+  """The chips of a TPU host along three axes: 2 x 2 x 1, or 1 where the torus has 1."""
+  return [*(min(2, size) for size in torus[:2]), 1]
 
 
 def with_positions(text: str, devices: Any) -> str:
