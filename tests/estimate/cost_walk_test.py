@@ -503,6 +503,7 @@ def test_memory_of_the_logarithm_of_a_softmax(vocab, rules, arrays):
   assert outcome.memory.temporaries / (tokens * vocab) == pytest.approx(arrays, abs=0.05)
 
 
+@pytest.mark.new_jax  # older versions of XLA write each sum in place
 @pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize(
   ('rows', 'rules'),

@@ -182,6 +182,7 @@ def test_gradients_are_added_up_where_they_are_computed():
   assert weights_of_temporaries(()) == pytest.approx(7.0, rel=0.1)
 
 
+@pytest.mark.new_jax  # older versions of XLA have other temporaries
 @pytest.mark.usefixtures('gpu_compiler', 'whole_steps')
 def test_a_loop_over_microbatches_gathers_weights_once_under_fsdp():
   assert weights_of_temporaries((spmd.fsdp('data', min_size=1),)) == pytest.approx(12.8, rel=0.1)

@@ -283,6 +283,7 @@ def test_losses_of_public_models_agree_with_compiled_programs(loss):
     assert wire == pytest.approx(expected, rel=0.01), name
 
 
+@pytest.mark.new_jax  # older versions of XLA move the rows in another way
 @pytest.mark.usefixtures('gpu_compiler')
 @pytest.mark.parametrize('minibatches', [2, 4])
 def test_an_epoch_of_minibatches_of_a_batch_as_in_ppo(minibatches):
