@@ -1,5 +1,6 @@
 """Steps that do not constrain their batch, which `layout.jit` keeps sharded under FSDP."""
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.jit.batch_constraints import shared_larger_programs
-from flax_spmd.explore import TrainStep, parse_target
+from flax_spmd.explore import TrainStep, compare, parse_target
 
 FSDP = spmd.presets.fsdp(min_size=64)
 LAYOUT = spmd.Layout({'data': 8}, FSDP)
@@ -611,6 +612,23 @@ def test_several_layouts_share_the_trace_for_twice_the_batch(model, of_mesh):
   with shared_larger_programs():
     assert [*map(lowered, meshes)] == alone
   assert traces == ([16, 32, 16] * 3 if of_mesh else [16, 32, 16, 16, 16])
+
+
+def test_a_step_need_not_be_hashable():
+  @dataclasses.dataclass
+  class Step:
+    rate: float = 0.1
+
+    def __call__(self, weights, x):
+      value, slopes = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(weights)
+      return weights - self.rate * slopes, value
+
+  weights = LAYOUT.init(lambda: jnp.ones((32, 32)))
+  x = LAYOUT.shard(X, ('batch', None))
+  _, expected = Step()(jnp.ones((32, 32)), X)  # jax.jit refuses it
+  assert LAYOUT.jit(Step())(weights, x)[1] == pytest.approx(float(expected), rel=1e-6)
+  train = TrainStep(Step(), lambda: jnp.ones((32, 32)), X)
+  assert all(one.counts for one in compare(train, {'a': LAYOUT, 'b': LAYOUT}, 'cpu:8'))
 
 
 def test_a_step_that_refuses_a_second_trace():

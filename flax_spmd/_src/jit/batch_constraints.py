@@ -99,13 +99,14 @@ def with_batch_constraints(
   def throughout(leaves: list[Any]) -> Any:
     shared = _larger_programs.get() if of_user is not None else None
     known = {} if shared is None else shared
-    key = of_user, batch.leaves, batch.dimension, tuple((one.shape, one.dtype) for one in leaves)
+    types = tuple((one.shape, one.dtype) for one in leaves)
+    key = id(of_user), batch.leaves, batch.dimension, types  # a function need not be hashable
     is_of_another = key in known
     if not is_of_another:
-      known[key] = _larger(fn, batch, leaves)
+      known[key] = of_user, _larger(fn, batch, leaves)  # so that no other function has its id
       with contextlib.suppress(Exception):
         restore(leaves)
-    larger = known[key]
+    larger = known[key][1]
     size = _own_size(batch, leaves) if larger is None else None
     if larger is None:
       del known[key]  # the next layout may have one
